@@ -22,9 +22,9 @@ from support.table import Table, claim
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
+from estimators.phases import at_rest
 from infinity.memory.tiers.pinned import trim
 from infinity.plan.filling import in_process
-from infinity.simulator.phases import at_rest
 
 SMALL = {
     "vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,

@@ -29,7 +29,7 @@ from support.table import Table, claim
 from torch import Tensor, nn
 
 import infinity
-from infinity.memory.pages import page_aligned
+from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.tiers.pinned import trim
 from infinity.ops.aio import File, Queue
 

@@ -4,7 +4,7 @@
 
 Three models of about 60 M parameters by seven configurations that mix tiers, stages, precisions and accumulation, two
 ranks over gloo, each case in two processes of its own. A row shows what the rank that is further off takes in each
-phase, above the baseline, and its error against `infinity.simulator.phases.bytes_by_phase`; activations are those of
+phase, above the baseline, and its error against `estimators.phases.bytes_by_phase`; activations are those of
 `infinity.measure_activations`. See `support.truth` for the baseline.
 
 A phase occurs in every micro-batch; its figure is the median, for the C library's heap scatters from one to the next;
@@ -24,7 +24,7 @@ from support.machine import MIB, describe, median
 from support.table import Table, claim
 from support.truth import CONFIGURATIONS, PHASES, SHAPES
 
-from infinity.simulator.phases import OVERHEAD_NBYTES, OVERHEAD_WITH_CUDA_NBYTES
+from estimators.phases import OVERHEAD_NBYTES, OVERHEAD_WITH_CUDA_NBYTES
 
 LIMIT, NVME_LIMIT = 0.05, 0.01
 

@@ -19,11 +19,10 @@ from support.machine import describe, median
 from support.models import MODELS
 from support.table import Table, claim
 
-from estimators.estimate import estimate
-from estimators.node import Machine
+from estimators.estimate import Machine, estimate
+from estimators.step_time import StepTime
 from infinity.cli import bench
 from infinity.plan.hardware import HardwareProfile, load_profile, save_profile
-from infinity.simulator.step_time import StepTime
 
 MEDIAN_LIMIT, WORST_LIMIT = 0.15, 0.30
 # Name -> what differs from 4 x 256 tokens, clipped: where states and parameters are, dtype, batch, clipping.

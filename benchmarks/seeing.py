@@ -29,10 +29,9 @@ from support.table import Table, claim
 from support.training import ADAM, CLIP
 from support.with_infinity import build
 
+from infinity.base import trace
 from infinity.config import load_config
-from infinity.observability import trace
-from infinity.observability.progress import StepProgress
-from infinity.observability.step_timing import WallClock
+from infinity.observability.progress import StepProgress, WallClock
 
 LIMIT = 0.02
 MODES = ("nothing", "breakdown and CSV", "norms by parameter")

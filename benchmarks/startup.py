@@ -105,7 +105,7 @@ def _make(folder: str, layers: int) -> int:
 
 def _write(folder: str, numel: int, layers: int) -> list[float]:
     """4 bytes a parameter into a fresh file, in the blocks and depth that fio's best has."""
-    from infinity.memory.pages import page_aligned
+    from infinity.memory.resizable_buffer import page_aligned
     from infinity.ops.aio import File, Queue
 
     buffer = page_aligned(64 * MIB)

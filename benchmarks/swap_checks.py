@@ -16,7 +16,7 @@ import time
 from support.machine import MIB, describe, median
 from support.table import Table, claim
 
-from infinity.memory.pages import page_aligned
+from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.tiers.base import QueueOptions
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.plan.types import Extent

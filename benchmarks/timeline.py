@@ -23,7 +23,7 @@ from support.table import claim
 from support.training import ADAM, CLIP
 from support.with_infinity import build
 
-from infinity.observability import trace
+from infinity.base import trace
 from infinity.observability.timeline import Timeline
 
 LIMIT = 0.02

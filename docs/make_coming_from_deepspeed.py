@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from infinity.config.optimizer import OPTIMIZER_TYPES
 from infinity.config.schema import Config
 from infinity.config.section import (
     Absent,
@@ -22,6 +21,7 @@ from infinity.config.section import (
     sections_of,
     spellings_of,
 )
+from infinity.config.training import OPTIMIZER_TYPES
 from infinity.engine.deepspeed_names import CONFIGURED, REFUSED
 from infinity.integrations.deepspeed.modules import MODULES, NO_MODULES, SAME
 from infinity.integrations.deepspeed.refusals import Refusal

@@ -19,12 +19,12 @@ from infinity.config.section import (
     NoAuto,
     Refused,
     Section,
+    ValueReader,
     dotted,
     mark,
     reply_of,
     sections_of,
 )
-from infinity.config.values import ValueReader
 
 PAGE = Path(__file__).with_name("configuration.md")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from infinity.plan import palette
+from infinity.base import palette
 
 PICTURE = Path(__file__).with_name("pictures") / "life.svg"
 LEFT, COLUMN, TOP, LANE, HEIGHT = 120, 92, 62, 118, 26

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.plan.activation_bytes import Activations, BlockActivations
-from infinity.plan.tiles import TILE_TOKENS, TILE_WORDS
+from infinity.plan.activations import Activations, BlockActivations
+from infinity.plan.spec import TILE_TOKENS, TILE_WORDS
 from infinity.plan.types import DTYPE_NBYTES
 
 __all__ = ["Activations", "activations"]

@@ -19,14 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from estimators.adapters import Lora
-from estimators.advice import Advice, advise
-from estimators.architectures import known
-from estimators.estimate import Estimate, estimate
-from estimators.model import described
-from estimators.node import Machine
+from estimators.estimate import Estimate, Machine, estimate
+from estimators.model import PRESETS, Lora, described
 from estimators.picture import picture
-from estimators.presets import PRESETS
 from estimators.report import (
     WIDTH,
     advised,
@@ -41,10 +36,11 @@ from estimators.report import (
     tiles_by_call,
     to_choose,
 )
-from estimators.search import Choice, Wish, largest, nearest, search, sparingly, usual, ways_out
-from infinity.cli.usage import Parser
+from estimators.search import Advice, Choice, Wish, advise, largest, nearest, search, sparingly, usual, ways_out
+from estimators.trees import known
+from infinity.base.command_line import Parser
+from infinity.base.sizes import format_bytes
 from infinity.config import parse_bytes
-from infinity.config.units import format_bytes
 from infinity.errors import ConfigError
 from infinity.plan.hardware import load_profile
 from infinity.plan.pipeline import SCHEDULES

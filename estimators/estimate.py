@@ -4,43 +4,105 @@
 
 The estimate is made from the engine's own `PlanInputs`, with the module tree that transformers would build, so that the
 plan is the one that the engine would execute.
+
+A node's memory and drive, given or detected, and how much of them a rank may use.
+
+Some of it is not available to a plan: the accelerator's context and its allocator's gaps, the operating system, and
+each process's libraries. Reports state how much is set aside wherever they show a limit.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from estimators.activations import activations, may_tile_loss
-from estimators.adapters import Lora
-from estimators.architectures import completed, known
-from estimators.compute import stage_operations, step_flops
-from estimators.model import Described, described
-from estimators.node import Machine
-from estimators.tensor import exchanged_nbytes, local_values, tensor_axis_of_values
+from estimators.compute import exchanged_nbytes, local_values, stage_operations, step_flops, tensor_axis_of_values
+from estimators.model import Described, Lora, described
+from estimators.phases import Phase, at_rest, bytes_by_phase
+from estimators.step_time import PipelineStepTime, RankWork, StageOperations, StepTime, predict, predict_pipeline
+from estimators.traffic import Link, Traffic, traffic
+from estimators.trees import completed, known
 from infinity.config import Config, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.config.conflicts import pipeline_sizes, tensor_sizes
 from infinity.config.section import replaced
 from infinity.errors import ConfigError
-from infinity.plan.activation_bytes import Activations, OffloadedCheckpoints
-from infinity.plan.capacity import Capacity, within
+from infinity.plan.activations import (
+    Activations,
+    OffloadedCheckpoints,
+    StageActivations,
+    in_stages,
+    sent_nbytes,
+    stage_activations,
+)
+from infinity.plan.capacity import ACCELERATOR, Capacity, free_cpu_nbytes, within
 from infinity.plan.hardware import HardwareProfile, assumed, load_profile
 from infinity.plan.inputs import PlanInputs
-from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.spec import ModuleNode
-from infinity.plan.stage_activations import StageActivations, in_stages, sent_nbytes, stage_activations
 from infinity.plan.stages import StageCut, cut_model, find_blocks
-from infinity.plan.tensor_axis import TensorAxis
-from infinity.plan.topology import Topology
-from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
-from infinity.simulator.phases import Phase, at_rest, bytes_by_phase
-from infinity.simulator.pipeline_step import PipelineStepTime, RankWork, StageOperations, predict_pipeline
-from infinity.simulator.step_time import StepTime, predict
-from infinity.simulator.traffic import Link, Traffic, traffic
+from infinity.plan.tensor_axis import TensorAxis, tensor_axis_of
+from infinity.plan.types import DTYPE_NBYTES, Kind, Tier, Topology
+
+# Share of an accelerator's memory that its allocator loses between blocks.
+GAPS = ACCELERATOR.free_gaps
+# Set aside on an accelerator beside its allocator's gaps (`GAPS`): its context.
+CONTEXT_NBYTES = 10**9
+# Set aside in CPU memory for the node, and for each process (interpreter, torch, libraries).
+SYSTEM_NBYTES = 2 * 10**9
+PROCESS_NBYTES = 10**9
+# Set aside on a drive: file systems slow down when they are full.
+DRIVE_SHARE = 0.03
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node: bytes of each rank's accelerator, of CPU memory and of the drive; None if unknown or absent.
+
+    `accelerator` is False if ranks compute on the CPU; then CPU memory is the only memory.
+    """
+
+    gpu_nbytes: int | None = None
+    cpu_nbytes: int | None = None
+    nvme_nbytes: int | None = None
+    accelerator: bool = True
+
+    @classmethod
+    def here(cls, folder: Path, *, accelerator: bool = True) -> Machine:
+        """Detect this machine: memory that is free within control group limits, and free space on `folder`'s drive."""
+        gpu = _accelerator_nbytes() if accelerator else None
+        while not folder.exists():
+            folder = folder.absolute().parent
+        return cls(gpu, free_cpu_nbytes(), shutil.disk_usage(folder).free, accelerator=gpu is not None)
+
+    def capacity(self, ranks_per_node: int) -> Capacity:
+        """Return a rank's share: its accelerator, and an equal part of what the node has left."""
+        cpu, nvme = self.cpu_nbytes, self.nvme_nbytes
+        gpu = None if self.gpu_nbytes is None else max(int(self.gpu_nbytes * (1 - GAPS)) - CONTEXT_NBYTES, 0)
+        own = None if cpu is None else max((cpu - SYSTEM_NBYTES) // ranks_per_node - PROCESS_NBYTES, 0)
+        drive = None if nvme is None else int(nvme * (1 - DRIVE_SHARE)) // ranks_per_node
+        return Capacity(gpu=gpu, cpu=own, nvme=drive) if self.accelerator else Capacity(process=own, nvme=drive)
+
+    @property
+    def known(self) -> bool:
+        """Whether any size is known."""
+        return (self.gpu_nbytes, self.cpu_nbytes, self.nvme_nbytes) != (None, None, None)
+
+
+def _accelerator_nbytes() -> int | None:
+    """Return the bytes of the smallest accelerator that nvidia-smi lists; None if there is none."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return min(int(line) for line in reply.stdout.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 # Tokens of a sequence by default, if the model takes so many.
 SEQUENCE = 4096
@@ -518,7 +580,7 @@ def estimate(
     checkpointing: bool = False,
     tiled_loss: bool = False,
     tiled_mlps: bool = False,
-    machine: Machine = Machine(),  # noqa: B008
+    machine: Machine = Machine(),
     profile: HardwareProfile | str | os.PathLike[str] | None = None,
     lora: int | None = None,
     lora_targets: str | Sequence[str] | None = None,

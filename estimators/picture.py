@@ -2,7 +2,7 @@
 
 Below that, for a pipeline, what each of its ranks does over a step, and the bubble: where a row is grey, the rank
 waits. Plain SVG text, so that it opens in a browser and in a README alike. Colours and labels are those of
-`infinity.plan.palette`; every stack has its total written above it.
+`infinity.base.palette`; every stack has its total written above it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from html import escape
 
 from estimators.estimate import Estimate
 from estimators.report import duration, folded, headline, tier_name
-from infinity.config.units import format_bytes
-from infinity.plan.palette import ACTIONS, INK, KINDS, PAPER, RULE
+from infinity.base.palette import ACTIONS, INK, KINDS, PAPER, RULE
+from infinity.base.sizes import format_bytes
 from infinity.plan.types import Kind, Tier
 
 _COLOURS = {Kind(name): look.colour for name, look in KINDS.items()}

@@ -8,24 +8,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 
-from estimators.advice import (
+from estimators.estimate import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES, Estimate
+from estimators.phases import Phase, state_dict_nbytes
+from estimators.search import (
     DAYS_MIN,
     HOURS_A_DAY,
+    NAMES,
     PARAMETERS,
     STATES,
     Advice,
+    Choice,
+    Near,
     days_of_training,
     tokens_a_second,
 )
-from estimators.estimate import Estimate
-from estimators.node import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
-from estimators.search import NAMES, Choice, Near
-from infinity.config.units import format_bytes
-from infinity.plan import palette
+from estimators.traffic import Link
+from infinity.base import palette
+from infinity.base.sizes import format_bytes
 from infinity.plan.shards import Replica
 from infinity.plan.types import Kind, Tier
-from infinity.simulator.phases import Phase, state_dict_nbytes
-from infinity.simulator.traffic import Link
 
 WIDTH = 100
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}

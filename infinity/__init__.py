@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from infinity.base import VERSION as __version__
+
 if TYPE_CHECKING:
     from estimators.estimate import estimate
     from infinity.engine.initialize import GatheredParameters, initialize, measure_activations, modify, read, state
@@ -17,9 +19,7 @@ if TYPE_CHECKING:
     from infinity.integrations.huggingface import load_hf
     from infinity.tiling.losses import tile_sequence
     from infinity.tiling.sequences import tiled_cross_entropy, tiled_mlp
-    from infinity.zero.leaf_modules import set_z3_leaf_modules
-
-__version__ = "0.1.0"
+    from infinity.zero.parameter import set_z3_leaf_modules
 
 __all__ = [
     "GatheredParameters", "Init", "__version__", "add_config_arguments", "errors", "estimate", "init_distributed",
@@ -36,12 +36,12 @@ _FROM = {
     "infinity.engine.launch": ("add_config_arguments", "init_distributed"),
     "infinity.tiling.losses": ("tile_sequence",),
     "infinity.tiling.sequences": ("tiled_cross_entropy", "tiled_mlp"),
-    "infinity.zero.leaf_modules": ("set_z3_leaf_modules",),
+    "infinity.zero.parameter": ("set_z3_leaf_modules",),
     "estimators.estimate": ("estimate",),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _FROM.items() for name in names}
 _SUBMODULES = {
-    "api": "infinity.engine.initialize", "errors": "infinity.errors", "palette": "infinity.plan.palette",
+    "api": "infinity.engine.initialize", "errors": "infinity.errors", "palette": "infinity.base.palette",
     "zero": "infinity.zero",
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ import infinity
 from infinity.checkpoint.format import MANIFEST
 from infinity.cli.main import main as command
 from infinity.errors import InfinityError
-from infinity.ops.checksum import checksum
+from infinity.ops.crc32c import checksum
 from infinity.plan.hardware import ASSUMED, save_profile
 from tests.checkpoint.hostile import body_of
 from tests.support.hostile import damaged, headed, mutated, sealed

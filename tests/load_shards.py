@@ -25,10 +25,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import infinity
+from infinity.checkpoint.safetensors_files import WeightFolder
 from infinity.plan.plan import Plan
 from infinity.plan.types import Tier
 from infinity.zero.deferred_init import WINDOW_NBYTES
-from infinity.zero.weight_files import WeightFolder
 from tests.support.private_memory import PrivatePeak
 from tests.support.spawn import run_ranks
 

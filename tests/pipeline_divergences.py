@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import infinity
-from infinity.distributed.process_groups import latest_groups
+from infinity.distributed.groups import latest_groups
 from tests.pipeline_matrix import TIGHT, batches, build, configuration
 from tests.support.oracle import join
 from tests.support.spawn import RankPool

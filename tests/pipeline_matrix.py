@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import infinity
-from infinity.zero.other_stages import is_elsewhere
+from infinity.zero.parameter import is_elsewhere
 from tests.support import accelerator
 from tests.support.host_accesses import host_accesses_are_declared
 from tests.support.oracle import join, settings

@@ -32,17 +32,17 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.engine import Engine
-from infinity.memory.access_control import AccessControl
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers import device as device_module
 from infinity.memory.tiers.device import StreamTransfer
-from infinity.ops.piece import Piece
+from infinity.memory.transaction import AccessControl
+from infinity.ops.rules import Piece
 from infinity.optim import update_rules
-from infinity.optim.sub_group_update import SubGroupUpdater
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
+from infinity.step.update import SubGroupUpdater
 from tests.support import accelerator
 from tests.support.accelerator.makespan import Schedule, makespan
 from tests.support.simulated_device import Communicating, engines_use

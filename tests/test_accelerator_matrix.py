@@ -16,9 +16,9 @@ import pytest
 from torch import Tensor
 
 import infinity
+from infinity.base.transfer import Completed
 from infinity.memory.tiers.device import Accelerator, StreamTransfer
-from infinity.ops.transfer import Completed
-from infinity.zero.partition_copy import PartitionCopy
+from infinity.zero.unit import PartitionCopy
 from tests.accelerator_matrix import Cell, Matrix, PlainCase, product, run_on_accelerator
 from tests.support import accelerator
 from tests.support.accelerator.process import require

@@ -404,7 +404,8 @@ def test_a_model_of_an_engine_is_guarded_as_ours_and_goes_to_the_next_engine():
 def test_an_engine_of_a_model_in_layers_is_told_from_others():
     from infinity.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-    from infinity.parallel import layers, module
+    from infinity.parallel import layers
+    from infinity.parallel import layers as module
 
     assert (LayerSpec, TiedLayerSpec, PipelineModule) == (layers.LayerSpec, layers.TiedLayerSpec, module.PipelineModule)
     torch.manual_seed(0)
@@ -437,7 +438,7 @@ def test_its_topologies_place_ranks_as_an_engine_does(pp, dp, tp):
         ProcessTopology,
     )
 
-    from infinity.plan.topology import Topology
+    from infinity.plan.types import Topology
 
     theirs, ours = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp), Topology(pp=pp, dp=dp, tp=tp)
     assert theirs.world_size() == ours.world_size

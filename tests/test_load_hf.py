@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import infinity
+from infinity.checkpoint.safetensors_files import SafetensorsFile
 from infinity.errors import ConfigError, TransferError
 from infinity.integrations import huggingface
 from infinity.log import PhaseProgress
 from infinity.zero.parameter import ReleasedParameter
-from infinity.zero.weight_files import SafetensorsFile
 from tests.support.hub import hf_config
 from tests.zero.test_init import config
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import infinity
-from infinity.observability import trace
+from infinity.base import trace
+from infinity.base.palette import ACTIVITIES, KINDS, POOLS, TIERS
 from infinity.observability.timeline import Timeline
-from infinity.plan.palette import ACTIVITIES, KINDS, POOLS, TIERS
 from infinity.plan.types import Kind, Tier
 
 ROOT = Path(__file__).resolve().parents[1]
-PALETTE = "infinity/plan/palette.py"
+PALETTE = "infinity/base/palette.py"
 PAGE = "infinity/observability/timeline.html"
 FOLDERS = ("infinity", "estimators", "examples", "benchmarks", "docs")
 
@@ -82,7 +82,7 @@ def test_every_kind_and_tier_has_its_words_and_its_colour():
     labels = [look.label for look in looks]
     assert len(set(labels)) == len(labels), "one label a kind"
     assert [kind.label for kind in Kind] == [KINDS[kind.value].label for kind in Kind]
-    assert infinity.plan.palette.KINDS is KINDS, "a program draws with the same"
+    assert infinity.base.palette.KINDS is KINDS, "a program draws with the same"
 
 
 @pytest.mark.parametrize("names", PICTURES, ids=lambda names: names[-1])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infinity.observability import trace
+from infinity.base import trace
 from infinity.observability.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.ops.checksum import checksum
+from infinity.ops.crc32c import checksum
 from infinity.plan.types import Kind
 
 # What a program that lost its other rank gets to notice.

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from infinity.distributed.groups import ProcessGroups, detect
 from infinity.distributed.links import Boundary, Gradients, PipelineLinks
-from infinity.distributed.process_groups import ProcessGroups, detect
 from infinity.parallel.executor import PipelineExecutor
 from infinity.plan.pipeline import Action, ActionKind, make_tables
-from infinity.plan.topology import Topology
+from infinity.plan.types import Topology
 from support.machine import median
 
 ROWS, WIDTH = 8, 64

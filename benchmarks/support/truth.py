@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
+from estimators.phases import bytes_by_phase
 from infinity.memory.tiers.pinned import trim
 from infinity.plan.filling import in_process
-from infinity.simulator.phases import bytes_by_phase
 from infinity.zero.deferred_init import WINDOW_NBYTES
 from support.machine import reset_peak, resident_nbytes
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
+from estimators.phases import Phase, bytes_by_phase
 from infinity.memory.tiers.pinned import trim
 from infinity.plan.filling import in_process
-from infinity.simulator.phases import Phase, bytes_by_phase
 from support.machine import reset_peak, resident_nbytes
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.05}

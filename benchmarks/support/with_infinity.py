@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import infinity
-from infinity.simulator.traffic import Link, traffic
+from estimators.traffic import Link, traffic
 from support import models
 from support.offload import EngineTrainer, offload
 from support.training import ADAM, CLIP

@@ -1,6 +1,6 @@
 """A save that goes on beside the program: one at a time, on a thread of its own.
 
-The program takes a snapshot (see `infinity.memory.access_control`) and goes on; the thread does what a save in the
+The program takes a snapshot (see `infinity.memory.transaction`) and goes on; the thread does what a save in the
 foreground does, with the same functions. Where a save has all ranks do a part and agree, the thread exchanges notes
 instead of collectives, which would need a place among the program's own. Rank 0 publishes the checkpoint only when
 every rank has told that its files are on the drive, and the save has succeeded only when rank 0 has told that: a
@@ -18,14 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.ranks import Outcome, run_and_agree
-from infinity.distributed.hang_detection.mailbox import StoreMailbox
-from infinity.distributed.process_groups import ProcessGroups
+from infinity.distributed.consistency import Outcome, run_and_agree
+from infinity.distributed.groups import ProcessGroups
+from infinity.distributed.mailbox import StoreMailbox
 from infinity.errors import CheckpointError
 from infinity.log import logger
-from infinity.memory.access_control import Snapshot
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
+from infinity.memory.transaction import Snapshot
 
 # Runs a named part of a save on every rank, and returns all ranks' values (JSON).
 Together = Callable[[str, Callable[[], Any]], list[Any]]

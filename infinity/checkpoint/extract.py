@@ -1,6 +1,6 @@
 """A Hugging Face folder from a checkpoint, without the model's code, process groups or an accelerator.
 
-The checkpoint has recorded what the folder needs besides weights (`infinity.checkpoint.description`). The files are
+The checkpoint has recorded what the folder needs besides weights (`infinity.checkpoint.model_folder`). The files are
 byte-identical to those that `engine.export` would have written at the moment of the save.
 """
 
@@ -15,13 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infinity.base.untrusted import shortened
 from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, DeepSpeedSource
-from infinity.checkpoint.description import SHARD_NBYTES, Description, TensorSource, copy_files, float_dtype
 from infinity.checkpoint.files import ExtentReader
-from infinity.checkpoint.format import BUFFER, MANIFEST, PARAM, Manifest, TensorInfo, check_files
-from infinity.checkpoint.json_bodies import explained
+from infinity.checkpoint.format import BUFFER, MANIFEST, PARAM, Manifest, TensorInfo, check_files, explained
+from infinity.checkpoint.model_folder import SHARD_NBYTES, Description, TensorSource, copy_files, float_dtype
 from infinity.checkpoint.restore import CheckpointSource
-from infinity.checkpoint.weight_writer import (
+from infinity.checkpoint.safetensors_files import (
     EXPORT_NUMEL,
     WeightWriter,
     as_bytes,
@@ -30,7 +30,6 @@ from infinity.checkpoint.weight_writer import (
     publish_folder,
     write_texts,
 )
-from infinity.config.untrusted import shortened
 from infinity.errors import CheckpointError, InfinityError
 
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from infinity.base.transfer import Transfer
 from infinity.checkpoint.format import (
     ALIGNMENT,
     BLOCK_NBYTES,
@@ -33,11 +34,10 @@ from infinity.checkpoint.format import (
     inside,
 )
 from infinity.errors import CheckpointError, TransferError
-from infinity.memory.pages import page_aligned
 from infinity.memory.partition import DTYPES
+from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.shard_copy import spread_shard
 from infinity.ops.aio import File, Queue, Request
-from infinity.ops.transfer import Transfer
 from infinity.plan.types import SAVE_BLOCKS, align_up
 
 # Blocks of staging memory, and requests in flight on blocks that need none.

@@ -3,18 +3,24 @@
 A piece is a range of one partition's buffer that becomes one extent: the whole partition where each rank has its own,
 an equal share of it where every rank has the same. A load fills whole partitions. `tensor`: the rank's index on the
 tensor axis; arrays of what that axis cuts name their shard.
+
+The names of a module's tensors: parameters, the further names of tied ones, and the buffers of a state dict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
+
+from torch import Tensor, nn
 
 from infinity.checkpoint.format import PARAM, Array, ShardRanges
+from infinity.errors import CheckpointError
+from infinity.memory.partition import DTYPES
 from infinity.plan.layout import Slice, Slot
-from infinity.plan.model_params import model_params
 from infinity.plan.partitions import states_kinds
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Plan, model_params
 from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, Key, Kind, PartitionSpec
 
 WEIGHTS, FROZEN, STATES = "weights", "frozen", "states"
@@ -128,3 +134,49 @@ def tensor_kinds(plan: Plan) -> dict[str, tuple[str, ...]]:
     """Return the kinds that are kept of each tensor, by name."""
     kinds = [kind.value for kind, _ in states_kinds(plan.request.compute_dtype, plan.request.moments)]
     return {name: (PARAM, *(kinds if param.trainable else ())) for name, param in model_params(plan).items()}
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return the first name of each parameter, by identity."""
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return the further names of parameters and buffers that several modules share, each with the first."""
+    every = list(chain(module.named_parameters(remove_duplicate=False), _persistent(module)))
+    first = {id(tensor): name for name, tensor in reversed(every)}
+    return {name: first[id(tensor)] for name, tensor in every if first[id(tensor)] != name}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a state dict has, by their first names in it."""
+    return _each_once(_persistent(module))
+
+
+def checkpoint_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint keeps, by name; CheckpointError for a dtype that it cannot keep."""
+    # The module may leave out of its state dict what it would keep by itself.
+    kept = module.state_dict(keep_vars=True).keys()
+    found = _each_once(each for each in module.named_buffers(remove_duplicate=False) if each[0] in kept)
+    for name, buffer in found.items():
+        if buffer.dtype not in DTYPES.values():
+            raise CheckpointError(
+                name, f"a buffer of dtype {buffer.dtype} cannot be kept in a checkpoint",
+                "Register it with persistent=False, or keep its real and imaginary parts",
+            )  # fmt: skip
+    return found
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every name of a buffer in the state dict."""
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and name not in inner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _each_once(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in named:
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())

@@ -20,14 +20,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infinity.checkpoint.file_names import client_name
+from infinity.base.untrusted import read_metadata
 from infinity.checkpoint.format import (
     LATEST,
     MANIFEST,
+    NUMBER_MAX,
     FileInfo,
     Manifest,
     check_files,
     checkpoint_folders,
+    client_name,
     complete,
     find,
     identity_of,
@@ -38,11 +40,9 @@ from infinity.checkpoint.format import (
     replace_file,
     sync_folder,
 )
-from infinity.checkpoint.json_bodies import NUMBER_MAX
-from infinity.config.untrusted import read_metadata
 from infinity.errors import CheckpointError
 from infinity.log import logger
-from infinity.ops.checksum import checksum
+from infinity.ops.crc32c import checksum
 
 # As DeepSpeed puts one beside its checkpoints.
 SCRIPT_NAME = "zero_to_fp32.py"

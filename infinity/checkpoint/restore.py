@@ -4,28 +4,35 @@ Where the checkpoint was partitioned as the plan is, whole extents are read into
 part of a tensor is read by name and range, and of what the tensor axis cuts, this rank's runs are picked from it. Where
 parameters are kept in another precision, fp32 masters are made first and stored as this plan stores them. One partition
 (or sub-group) is filled at a time, so that extra memory is bounded.
+
+Matching a checkpoint's tensors with the model's; all mismatches are reported in one error.
+
+Safetensors files as a source of weights: parameters only, under their own names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from infinity.checkpoint.files import ExtentReader
-from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, FileExtent, ShardRanges, TensorInfo
+from infinity.checkpoint.format import BUFFER, MASTER, PARAM, REMAINDER, FileExtent, ShardRanges, TensorInfo
 from infinity.checkpoint.pieces import TensorSpan, holdings, shard_ranges
-from infinity.memory.master_weights import store_masters
-from infinity.memory.pages import page_aligned
+from infinity.errors import CheckpointError, listed
+from infinity.log import logger
 from infinity.memory.partition import DTYPES, Partition, State
-from infinity.memory.shard_copy import read_shard
+from infinity.memory.resizable_buffer import page_aligned
+from infinity.memory.shard_copy import read_shard, store_masters
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import join
 from infinity.plan.layout import Overlap, Slice, SubGroup
 from infinity.plan.plan import Plan
+from infinity.plan.spec import dtype_name
 from infinity.plan.types import DTYPE_NBYTES, FLOATING_DTYPES, Key, Kind
 
 # Masters made at a time, in elements.
@@ -297,3 +304,130 @@ def _overlaps(plan: Plan, index: int, group: SubGroup) -> Iterator[tuple[Slice, 
         flat = layout.partition_start(parts, index) + piece.start
         for overlap in layout.overlaps(flat, flat + piece.numel):
             yield piece, at, overlap
+
+# Most names of a kind that one message lists.
+_SHOWN_MAX = 20
+
+
+@dataclass
+class Match:
+    """The result. `source`: by the model's name of a tensor, the checkpoint's, or None where it has none."""
+
+    source: dict[str, str | None] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    # Parameters that were left out on purpose.
+    excluded: list[str] = field(default_factory=list)
+
+
+def match(
+    wanted: Mapping[str, TensorInfo], aliases: Mapping[str, str], saved: Mapping[str, TensorInfo],
+    tied: Mapping[str, str],
+) -> Match:  # fmt: skip
+    """Compare the model's tensors with a checkpoint's. aliases, tied: further names of tensors on either side."""
+    names: dict[str, list[str]] = {name: [name] for name in wanted}
+    for alias, name in aliases.items():
+        if name in names:
+            names[name].append(alias)
+    found, taken = Match(), set[str]()
+    for name, info in wanted.items():
+        sources = [tied.get(each, each) for each in names[name]]
+        source = next((each for each in sources if each in saved), None)
+        taken.update(each for each in sources if each in saved)
+        found.source[name] = None
+        if source is None:
+            found.missing.append(name)
+        elif saved[source].shape != info.shape:
+            found.mismatched.append(f"{name} is {list(info.shape)} in the model and {list(saved[source].shape)} here")
+        elif BUFFER in saved[source].kinds and BUFFER not in info.kinds:
+            found.mismatched.append(f"{name} is a parameter in the model and a buffer here")
+        elif not saved[source].kinds:
+            (found.missing if info.trainable else found.excluded).append(name)
+        elif not _convertible(saved[source].dtype, info.dtype):
+            found.mismatched.append(f"{name} is {info.dtype} in the model and {saved[source].dtype} here")
+        else:
+            found.source[name] = source
+    found.unexpected.extend(name for name in saved if name not in taken)
+    return found
+
+
+def report_mismatch(found: Match, path: object, *, strict: bool) -> None:
+    """Raise CheckpointError with every mismatch. strict=False: missing and unexpected tensors are a warning only."""
+    lines = [
+        f"{kind}: {listed(names, _SHOWN_MAX)}"
+        for kind, names in (
+            ("missing in the checkpoint", [_suggest(name, found.unexpected) for name in found.missing]),
+            ("not in the model", [_suggest(name, found.missing) for name in found.unexpected]),
+            ("of another shape or type", found.mismatched),
+        )
+        if names
+    ]
+    if found.excluded:
+        logger.info("%s holds no frozen parameters: %d keep the model's values", path, len(found.excluded))
+    if not lines:
+        return
+    text = "it and the model do not match.\n  " + "\n  ".join(lines)
+    if strict or found.mismatched:
+        advice = "Build the model that was saved" + (
+            "" if found.mismatched else ", or pass load_module_strict=False to load what matches"
+        )
+        raise CheckpointError(path, text + "\nNothing was loaded", advice)
+    logger.warning("%s: %s\nWhat is missing keeps the model's values.", path, text)
+
+
+def _convertible(saved: str, wanted: str) -> bool:
+    return saved == wanted or (saved in FLOATING_DTYPES and wanted in FLOATING_DTYPES)
+
+
+def _suggest(name: str, others: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, others, n=1, cutoff=0.6)
+    return f"{name} (did you mean {near[0]}?)" if near else name
+
+
+class StoredLike(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, start: int, target: Tensor) -> None: ...
+
+
+class Stored:
+    """See `infinity.checkpoint.restore.ValueSource`."""
+
+    def __init__(self, tensors: Mapping[str, StoredLike]) -> None:
+        self.tensors = {
+            name: TensorInfo(tensor.shape, dtype_name(tensor.dtype), trainable=False, kinds=(PARAM,))
+            for name, tensor in tensors.items()
+        }
+        self._stored = tensors
+
+    def masters(self, name: str, start: int, numel: int) -> Tensor:
+        """Return elements [start, start + numel), in fp32 where the tensor is floating."""
+        stored = self._stored[name]
+        dtype = torch.float32 if stored.dtype.is_floating_point else stored.dtype
+        values = torch.empty(numel, dtype=dtype, device="cpu")
+        stored.read(start, values)
+        return values
+
+    def read(self, name: str, kind: str, start: int, numel: int, out: Tensor) -> None:
+        """Read elements, unconverted, into `out`."""
+        stored = self._stored[name]
+        stored.read(start, out.view(stored.dtype))
+
+    def read_shard(self, name: str, kind: str, shard: ShardRanges, start: int, numel: int, out: Tensor) -> bool:
+        """Return False: tensors are whole."""
+        return False
+
+    def extent_of(self, piece: TensorSpan) -> FileExtent | None:
+        """Return None: there are no extents."""
+        return None
+
+    def read_bytes(self, extent: FileExtent, begin: int, target: Tensor) -> None:
+        """Never called, because there are no extents."""
+        raise NotImplementedError

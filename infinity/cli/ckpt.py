@@ -18,14 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.comparison import Comparison, compare_checkpoints
+from infinity.base.sizes import format_bytes
 from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, read_deepspeed, verify_deepspeed
 from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, TensorInfo, check_files, read_manifest
-from infinity.checkpoint.verification import verify
+from infinity.checkpoint.inspect import Comparison, compare_checkpoints, verify
 from infinity.cli.export import add_checkpoint, locate, theirs
-from infinity.cli.meter import Meter
-from infinity.cli.terminal import format_table, say
-from infinity.config.units import format_bytes
+from infinity.cli.terminal import Meter, format_table, say
 from infinity.errors import CheckpointError, TransferError
 
 # The most changes that `diff` lists without --all.

@@ -4,18 +4,209 @@
 
 The command imports every package that it reports. It examines the folders of --folder, the nvme_path of --config and
 the working folder. The exit code is 1 if a finding prevents a run.
+
+The doctor's facts as a value: versions, packages, libraries, back ends, limits and folders.
+
+Imports only the standard library. It loads `engine_facts`, which needs torch, if all required packages work.
+
+The doctor's facts that need torch: devices, I/O back ends, threads and free memory.
+
+The required and optional packages of infinity, each imported to check that it works.
+
+Imports only the standard library. tests/cli/test_doctor compares the tables with pyproject.toml.
+
+The processor's name.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import platform
+import resource
+import uuid
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 
-from infinity.cli.examination import Facts, examine
-from infinity.cli.packages import Package
+import cpuinfo
+import torch
+
 from infinity.cli.terminal import format_table, say
-from infinity.memory.folder import IN_MEMORY
+from infinity.errors import ExtensionError, InfinityError
+from infinity.memory.folder import IN_MEMORY, FolderInfo, look
+from infinity.memory.tiers.device import Device
+from infinity.ops import build
+from infinity.ops.aio import BACKENDS, Queue
+from infinity.ops.cores import allowed_cores, quota_cores, thread_count
+from infinity.ops.file import File
+from infinity.plan.capacity import free_cpu_nbytes
+
+# Distribution -> its module.
+REQUIRED = {
+    "torch": "torch", "numpy": "numpy", "psutil": "psutil", "pydantic": "pydantic", "safetensors": "safetensors",
+    "ninja": "ninja", "py-cpuinfo": "cpuinfo",
+}  # fmt: skip
+# Extra -> (its distribution, the module whose import uses it).
+EXTRAS = {
+    "hf": ("transformers", "infinity.integrations.huggingface"),
+    "tensorboard": ("tensorboard", "torch.utils.tensorboard"),
+    "wandb": ("wandb", "wandb"), "completion": ("shtab", "shtab"),
+    "liger": ("liger-kernel", "liger_kernel.transformers"),
+}  # fmt: skip
+# The modules behind `infinity.initialize`, the checkpoint commands and the estimator.
+_OURS = ("infinity.engine.initialize", "infinity.cli.ckpt", "estimators.cli")
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One distribution."""
+
+    name: str
+    # Empty if it is not installed.
+    version: str
+    # Why it cannot be used; empty if it works.
+    trouble: str = ""
+    # The extra that installs it; empty if every run needs it.
+    extra: str = ""
+
+
+def look_at_packages() -> Iterator[Package]:
+    """Yield the required packages; if all of them work, also broken modules of infinity and the packages of extras."""
+    needed = [_package(name, module) for name, module in REQUIRED.items()]
+    yield from needed
+    if any(package.trouble for package in needed):
+        return
+    for module in _OURS:
+        trouble = _import_trouble(module)
+        if trouble:
+            yield Package("infinity-engine", _version("infinity-engine"), f"{module}: {trouble}")
+    for extra, (name, module) in EXTRAS.items():
+        yield _package(name, module, extra)
+
+
+def _package(name: str, module: str, extra: str = "") -> Package:
+    version = _version(name)
+    if not version and extra:
+        return Package(name, "", "not installed", extra)
+    return Package(name, version, _import_trouble(module), extra)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _import_trouble(module: str) -> str:
+    """Return why a module cannot be imported, or an empty string."""
+    try:
+        importlib.import_module(module)
+    # A broken package may raise any exception.
+    except Exception as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        return said[0]
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFacts:
+    """One folder. `named`: the user named it for offloading; `trouble`: why no file can be created there."""
+
+    folder: str
+    named: bool
+    place: FolderInfo
+    direct: bool
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One machine as a run would find it. Facts that need torch are empty or 0 if a required package is missing."""
+
+    python: str
+    packages: tuple[Package, ...]
+    accelerator: str
+    compiler: str
+    # Path and origin of each native library, or "Python fallback".
+    adam: str
+    aio: str
+    simd: str
+    # The back end that a queue selects.
+    backend: str
+    # Back end -> why it does not work; empty if it works.
+    backends: dict[str, str]
+    io_uring_disabled: bool
+    processor: str
+    cores: int
+    quota_cores: float | None
+    threads: int
+    torch_threads: int
+    memory_nbytes: int
+    free_nbytes: int
+    # None if unlimited.
+    memlock_nbytes: int | None
+    huge_pages: str
+    folders: tuple[FolderFacts, ...] = ()
+
+
+def examine(folders: Iterable[str], named: Collection[str] = ()) -> Facts:
+    """Return the facts of this machine and `folders`; `named` are the folders that the user named for offloading."""
+    packages = tuple(look_at_packages())
+    works = not any(package.trouble for package in packages if not package.extra)
+    # Imported here because it needs torch, which may be missing.
+    seen = importlib.import_module("infinity.cli.doctor").see() if works else None
+    built = build.native_report(cuda=seen is not None and seen.is_accelerator)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    cores = len(allowed_cores())
+    return Facts(
+        python=platform.python_version(), packages=packages, accelerator=seen.accelerator if seen else "",
+        compiler="" if built["compiler"] == "none" else built["compiler"], adam=built["adam"], aio=built["aio"],
+        simd=built.get("simd", "reference"), backend=seen.backend if seen else "",
+        backends=seen.backends if seen else {},
+        io_uring_disabled=_first_word("/proc/sys/kernel/io_uring_disabled") not in ("", "0"),
+        processor=seen.processor if seen else "", cores=cores, quota_cores=quota_cores(),
+        threads=thread_count(cores), torch_threads=seen.torch_threads if seen else 0,
+        memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        free_nbytes=seen.free_nbytes if seen else 0,
+        memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
+        huge_pages=_selected("/sys/kernel/mm/transparent_hugepage/enabled"),
+        folders=tuple(_folder(folder, folder in named) for folder in folders),
+    )  # fmt: skip
+
+
+def _folder(folder: str, named: bool) -> FolderFacts:
+    """Return the facts of a folder; try it with a file of one block that is unlinked at once."""
+    place = look(folder)
+    path = place.path / f".infinity-doctor-{uuid.uuid4().hex}"
+    try:
+        file = File.create(path, 4096)
+    except InfinityError as error:
+        reason = os.strerror(getattr(error, "errno", 0)) if getattr(error, "errno", None) else str(error)
+        return FolderFacts(folder, named, place, direct=False, trouble=reason.lower())
+    finally:
+        path.unlink(missing_ok=True)
+    with file:
+        return FolderFacts(folder, named, place, direct=file.direct)
+
+
+def _first_word(path: str) -> str:
+    try:
+        return Path(path).read_text().split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _selected(path: str) -> str:
+    """Return the selected word of a kernel setting, which stands in brackets."""
+    try:
+        text = Path(path).read_text()
+    except OSError:
+        return ""
+    return text.partition("[")[2].partition("]")[0]
 
 # File systems that store their bytes on another machine.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
@@ -239,3 +430,46 @@ def _memory_words(facts: Facts) -> str:
 
 def _limit_words(nbytes: int | None) -> str:
     return "unlimited" if nbytes is None else f"{nbytes / 1e6:.1f} MB"
+
+
+def processor() -> str:
+    """Return the processor's model name, or its architecture if it has none. Takes about a second."""
+    return str(cpuinfo.get_cpu_info().get("brand_raw") or platform.machine())
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Devices, I/O back ends, threads and free memory as a run would use them."""
+
+    is_accelerator: bool
+    accelerator: str
+    # The back end that a queue selects.
+    backend: str
+    # Back end -> why it does not work; empty if it works.
+    backends: dict[str, str]
+    processor: str
+    torch_threads: int
+    free_nbytes: int
+
+
+def see() -> EngineFacts:
+    """Detect the device, try every I/O back end and read threads and free memory."""
+    device = Device.detect(0)
+    free = device.free_nbytes()
+    with Queue() as queue:
+        backend = queue.backend
+    return EngineFacts(
+        is_accelerator=device.is_accelerator,
+        accelerator="" if free is None else f"{device.torch}, {free / 1e9:.1f} GB free", backend=backend,
+        backends={name: _backend_trouble(name) for name in BACKENDS}, processor=processor(),
+        torch_threads=torch.get_num_threads(), free_nbytes=free_cpu_nbytes(),
+    )  # fmt: skip
+
+
+def _backend_trouble(backend: str) -> str:
+    """Return why a back end does not work on this machine, or an empty string."""
+    try:
+        Queue(backend).close()
+    except ExtensionError as error:
+        return " ".join(str(error).split())
+    return ""

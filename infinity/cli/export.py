@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from infinity.base.sizes import format_bytes, parse_bytes
+from infinity.base.untrusted import shortened
 from infinity.checkpoint.deepspeed.checkpoint import (
     DeepSpeedCheckpoint,
     find_deepspeed,
@@ -23,10 +25,7 @@ from infinity.checkpoint.deepspeed.checkpoint import (
 )
 from infinity.checkpoint.extract import description_of, extract
 from infinity.checkpoint.format import MANIFEST, Manifest, find, latest_tag, read_manifest
-from infinity.cli.meter import Meter
-from infinity.cli.terminal import say
-from infinity.config.units import format_bytes, parse_bytes
-from infinity.config.untrusted import shortened
+from infinity.cli.terminal import Meter, say
 from infinity.errors import CheckpointError, ConfigError
 
 

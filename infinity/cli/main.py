@@ -20,9 +20,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-import infinity
+from infinity.base import VERSION
+from infinity.base.command_line import Parser
 from infinity.cli.terminal import complain
-from infinity.cli.usage import Parser
 from infinity.errors import InfinityError
 from infinity.log import keep_standard_descriptors
 
@@ -101,6 +101,6 @@ def whole_parser() -> Parser:
 def _overview() -> tuple[Parser, dict[str, Parser]]:
     """Return the parser of the bare command and the parsers of its subcommands, without their options."""
     parser = Parser(prog="infinity", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"infinity {infinity.__version__}")
+    parser.add_argument("--version", action="version", version=f"infinity {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     return parser, {name: commands.add_parser(name, help=text) for name, (_, text) in COMMANDS.items()}

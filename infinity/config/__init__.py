@@ -4,11 +4,10 @@
 the batch sizes; the engine reads only the `ResolvedConfig` that it returns.
 """
 
-from infinity.config.conventions import DEEPSPEED, STRICT, Conventions
+from infinity.base.sizes import Share, format_bytes, parse_bytes
 from infinity.config.load import Source, load_config
 from infinity.config.resolve import DtypeName, ResolveContext, ResolvedConfig, TierName, drives, resolve, unfilled
-from infinity.config.schema import Config
-from infinity.config.units import Share, format_bytes, parse_bytes
+from infinity.config.schema import DEEPSPEED, STRICT, Config, Conventions
 
 __all__ = [
     "DEEPSPEED",

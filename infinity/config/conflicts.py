@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from infinity.base.tiers import drive_names
 from infinity.config.schema import Config
-from infinity.config.tiers import drive_names
 from infinity.config.training import OneCycleConfig, WarmupCosineLRConfig, WarmupDecayLRConfig
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from infinity.config.untrusted import read_metadata, reason, shortened
+from infinity.base.untrusted import read_metadata, reason, shortened
 from infinity.errors import ConfigError
 
 # More devices than this are a slip of the finger, of which no list is made.

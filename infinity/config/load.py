@@ -1,7 +1,16 @@
-"""Loading of a file, a dictionary or a JSON text into a checked `Config`; one error lists all problems."""
+"""Loading of a file, a dictionary or a JSON text into a checked `Config`; one error lists all problems.
+
+Suggestions for unknown keys.
+
+What programs written for DeepSpeed bring beside infinity's keys: dotted keys, comments, keys of other engines.
+
+Each is found here, left out or put in its place, and described in a sentence that the engine logs once.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import os
 import re
@@ -9,33 +18,199 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from infinity.config.bounds import TEXT_LENGTH_MAX, check_structure, check_text, shown
+from infinity.base.tiers import drive_names
 from infinity.config.conflicts import conflicts
-from infinity.config.conventions import STRICT, Conventions
-from infinity.config.foreign import Foreign, is_usable, tolerated, unfolded, without_comments
-from infinity.config.schema import Config, Provenance
+from infinity.config.schema import STRICT, Config, Conventions, Provenance
 from infinity.config.section import (
+    TEXT_LENGTH_MAX,
     Absent,
     NoAuto,
     NoEffect,
     Refused,
     Section,
+    check_structure,
+    check_text,
     dotted,
     mark,
+    read_flag,
+    replaced,
     reply_of,
     section_leaves,
     sections_of,
+    shown,
     spellings_of,
     types_of,
 )
-from infinity.config.suggestions import unknown_key
-from infinity.config.values import read_flag
 from infinity.errors import ConfigError
+
+# Names that other programs have for a key.
+_OTHER_NAMES = {"communication_timeout": "watchdog_seconds", "comm_timeout": "watchdog_seconds"}
+# A message lists the keys of a section that has at most this many.
+_KNOWN_MAX = 16
+
+
+def unknown_key(path: str, key: str, known: Iterable[str], schema: type[Section]) -> str:
+    """Return a one-line message about an unknown key that suggests the key that was probably meant.
+
+    path: dotted path of the key, whose last part is `key`.
+    known: the spellings that the key's section accepts.
+    schema: the root section, searched for the key in other sections.
+    """
+    section = path.removesuffix(key).rstrip(".")
+    candidates = sorted(set(known))
+    meant = [dotted(section, name) for name in _meant(key, candidates)]
+    places = _places(schema)
+    elsewhere = [place for place in places if place.rpartition(".")[2] == key]
+    near = [name for name in candidates if _one_edit_apart(key, name)]
+    if path in places:
+        # The section's type chooses its class, and the class of another type has the key.
+        kinds = " or ".join(_types_with(schema, path.split("."), ()))
+        return f"{path}: unknown key for this type: it is one of {kinds}; the keys here are {', '.join(candidates)}"
+    if elsewhere and not near:
+        return f"{path}: unknown key here; it belongs at {_either(elsewhere[:3])}"
+    if meant:
+        return f"{path}: unknown key; did you mean {_either(meant)}?"
+    if len(candidates) > _KNOWN_MAX:
+        return f"{path}: unknown key; nothing like it exists. docs/configuration.md lists the keys"
+    return f"{path}: unknown key; the keys of {section or 'the top level'} are {', '.join(candidates)}"
+
+
+def _meant(key: str, candidates: list[str]) -> list[str]:
+    """Return all names that one edit or another case turns into `key`, else the most similar name."""
+    # difflib's ratio misses short names: one wrong letter of "lr" halves the ratio.
+    folded = key.strip().lower()
+    if _OTHER_NAMES.get(folded) in candidates:
+        return [_OTHER_NAMES[folded]]
+    edited = [name for name in candidates if _one_edit_apart(key, name) or name.lower() == folded]
+    return edited or difflib.get_close_matches(folded, candidates, n=1)
+
+
+def _one_edit_apart(left: str, right: str) -> bool:
+    """Return whether one insertion, deletion or replacement, or one swap of neighbours, separates two words."""
+    if abs(len(left) - len(right)) > 1 or left == right:
+        return False
+    start = 0
+    while start < min(len(left), len(right)) and left[start] == right[start]:
+        start += 1
+    left, right = left[start:], right[start:]
+    swapped = len(left) >= 2 and left[1::-1] + left[2:] == right
+    return left[1:] == right[1:] or left[1:] == right or left == right[1:] or swapped
+
+
+def _types_with(schema: type[Section], path: list[str], types: tuple[str, ...]) -> list[str]:
+    """Return the `type` values of a section for which the key at `path` exists.
+
+    types: the `type` values that lead to `schema`; empty at the root.
+    """
+    name, *rest = path
+    if name not in (names := spellings_of(schema)):
+        return []
+    sections = sections_of(schema.model_fields[names[name]])
+    if not rest:
+        return [*types]
+    chosen = {section: types_of(section) for section in sections[1:] and sections}
+    found = [kind for section in sections for kind in _types_with(section, rest, chosen.get(section, types))]
+    return list(dict.fromkeys(found))
+
+
+@functools.cache
+def _places(schema: type[Section], path: str = "") -> list[str]:
+    """Return every dotted path of a schema, in all spellings."""
+    places = []
+    for name, declared in spellings_of(schema).items():
+        places.append(dotted(path, name))
+        for section in sections_of(schema.model_fields[declared]):
+            places += _places(section, dotted(path, name))
+    return list(dict.fromkeys(places))
+
+
+def _either(paths: list[str]) -> str:
+    return " or ".join(f"'{path}'" for path in paths)
+
+# A string or a comment; one that does not end reaches to the end of the text, so that a search takes linear time.
+_STRING_OR_COMMENT = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|(?://|#)[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
+_STRING_OR_LAST_COMMA = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|,(?=\s*[}\]])', re.DOTALL)
+
+
+@dataclass
+class Foreign:
+    """The keys that were left out: dotted path -> a sentence."""
+
+    sentences: dict[str, str] = field(default_factory=dict)
+
+    def ignore(self, path: str, value: Any, why: str) -> None:
+        """Note that the value of a key is left out."""
+        self.sentences[path] = f"{path} = {shown(value)} is ignored: {why}"
+
+
+def without_comments(text: str) -> str:
+    """Return a JSON text without comments and trailing commas, which DeepSpeed's reader allows."""
+
+    def keep_strings(match: re.Match[str]) -> str:
+        found = match[0]
+        return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+
+    return _STRING_OR_LAST_COMMA.sub(keep_strings, _STRING_OR_COMMENT.sub(keep_strings, text))
+
+
+def unfolded(raw: Mapping[Any, Any], foreign: Foreign) -> Mapping[Any, Any]:
+    """Return `raw` with its dotted top-level keys, such as "zero_optimization.stage", inside their sections.
+
+    A section's own key comes before a dotted one.
+    """
+    sections = {name: spelled for name, spelled in spellings_of(Config).items() if _is_section(spelled)}
+    dotted = [key for key in raw if isinstance(key, str) and key.partition(".")[0] in sections and "." in key]
+    found = {key: value for key, value in raw.items() if key not in dotted}
+    for key in dotted:
+        *path, name = key.split(".")
+        place = found
+        for part in path:
+            inner = place.get(part)
+            if inner is not None and not isinstance(inner, Mapping):
+                foreign.ignore(key, raw[key], f"{part} is {shown(inner)}, which is no section")
+                break
+            place[part] = place = dict(inner or {})
+        else:
+            if name in place and place[name] != raw[key]:
+                foreign.ignore(key, raw[key], f"section {'.'.join(path)} has {name} = {shown(place[name])}")
+            place.setdefault(name, raw[key])
+    return found
+
+
+def _is_section(name: str) -> bool:
+    return bool(sections_of(Config.model_fields[name]))
+
+
+def is_usable(field_info: FieldInfo, value: Any) -> bool:
+    """Return whether a field accepts a value."""
+    parts = (field_info.annotation, *field_info.metadata)
+    try:
+        TypeAdapter(cast(Any, Annotated)[parts]).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def tolerated(config: Config, foreign: Foreign) -> Config:
+    """Return `config` without the settings that infinity lacks and that the result does not depend on."""
+    given = config.provenance.given
+    for leaf in list(section_leaves(config)):
+        reply = None if sections_of(leaf.field) else reply_of(leaf.field)
+        if isinstance(reply, Refused) and reply.ignored and not leaf.is_default and leaf.value not in reply.accepted:
+            foreign.ignore(leaf.path, given.get(leaf.path, leaf.value), reply.ignored)
+            config = replaced(config, leaf.path, leaf.field.get_default())
+    zero = config.zero_optimization
+    if zero.offload_param is not None and zero.offload_param.device in {"cpu", *drive_names()} and zero.stage != 3:
+        path = "zero_optimization.offload_param"
+        why = f"it needs stage 3, and at stage {zero.stage} the parameters stay on the accelerator, as in DeepSpeed"
+        foreign.ignore(f"{path}.device", zero.offload_param.device, why)
+        config = replaced(config, path, None)
+    return config
 
 # Sections that DeepSpeed does not have.
 _OWN_SECTIONS = ("kernels", "memory", "parallel", "timeline")

@@ -2,41 +2,356 @@
 
 Each key is honoured, without effect or refused (see `section`). docs/configuration.md is generated from the
 modules of this package.
+
+The sections about the axes of ranks: infinity's own, and DeepSpeed's names of the same sizes.
+
+The sections about the machine: NVMe access, memory limits, fused layers, and the recorded timeline of a step.
+
+The sections about monitors, which write a run's metrics to files or services.
+
+The activation_checkpointing section: which blocks backward recomputes, and where their inputs are kept.
+
+How a configuration is read where DeepSpeed and infinity differ: infinity's way, or DeepSpeed's for its programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from infinity.config.checkpointing import ActivationCheckpointing
-from infinity.config.conventions import STRICT, Conventions
-from infinity.config.machine import Aio, Kernels, Memory, TimelineSection
-from infinity.config.monitoring import CsvMonitor, TensorBoard, Wandb
-from infinity.config.optimizer import AnyOptimizer
-from infinity.config.parallel import ParallelSection, Pipeline, TensorParallelSection
-from infinity.config.section import Absent, Also, Differs, NoEffect, Refused, Section, mark, reply_of, section_leaves
-from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
-from infinity.config.values import (
+from infinity.config.section import (
+    Absent,
+    Also,
+    Check,
     Count,
+    Counts,
+    Differs,
+    Drives,
     Dtype,
     Flag,
+    FlagOrAuto,
     FractionAboveZero,
+    HomeDevice,
     Interval,
+    Limit,
     Location,
     LogLevel,
     Natural,
+    NoAuto,
+    NoEffect,
+    Picture,
+    Place,
     Positive,
     ReduceOp,
+    Refused,
+    Schedule,
     Seconds,
+    Section,
+    Shares,
     SignalNames,
+    Styles,
+    SumAt,
     TagValidation,
+    Text,
+    Texts,
     Weight,
+    mark,
+    reply_of,
+    section_leaves,
 )
+from infinity.config.training import Amp, AnyOptimizer, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
 from infinity.config.zero import ZeroOptimization
+
+_SAME_SIZE = Differs("it is another name of parallel.tensor")
+_SAME_STAGES = Differs("it is another name of parallel.pipeline")
+_WHOLE_BOUNDARY = NoEffect("what goes from stage to stage is sent whole")
+_OWN_PLAN = Refused("shards follow the model's own plan", "Remove the key, and write parallel.plan where it has none")
+
+
+class ParallelSection(Section):
+    """Ours. Axes of ranks. The data axis has what they leave: ranks / (pipeline x tensor)."""
+
+    pipeline: Count = 1
+    """Ours. Ranks among which the model's blocks are divided in their order (pipeline parallelism). A step runs
+    `gradient_accumulation_steps` micro-batches through them, with `engine.train_batch`."""
+    schedule: Schedule = "1f1b"
+    """Ours. Order of the micro-batches' forwards and backwards on a pipeline. All give the same weights."""
+    virtual_stages: Count = 1
+    """Ours. Stages of each rank of the pipeline, for the schedules "interleaved" and "zero_bubble"."""
+    stages: Counts = ()
+    """Ours. Blocks of each stage, in order; default: balanced by the elements that computation goes through."""
+    tensor: Count = 1
+    """Ours. Ranks among which each layer is divided (tensor parallelism). It must divide the ranks of a node."""
+    sequence: Flag = False
+    """Ours. Divide what lies between the divided layers along the sequence, too; needs `tensor` of at least 2."""
+    plan: Styles = None
+    """Ours. Styles of modules by the pattern of their path, such as {"layers.*.mlp.up_proj": "colwise"}, over those of
+    the model's own plan."""
+    reduce: SumAt = "micro_batch"
+    """Ours. When stages 2 and 3 sum gradients over the data axis: behind each "micro_batch", or once a "step", for
+    which whole gradients stay on the device meanwhile, as at stages 0 and 1. It is another order of sums."""
+
+
+class Pipeline(Section):
+    """Pipeline parallelism."""
+
+    stages: Annotated[Count | None, _SAME_STAGES] = None
+    """Number of stages."""
+    partition: Annotated[Text, NoEffect("PipelineModule takes partition_method, other models are balanced")] = "best"
+    """Rule that divides layers among stages."""
+    seed_layers: Annotated[Flag, NoEffect("PipelineModule takes seed_layers")] = False
+    """Seed every layer."""
+    activation_checkpoint_interval: Annotated[
+        Natural, NoEffect("activation_checkpointing.every says which blocks are computed again")
+    ] = 0
+    """Layers between checkpoints."""
+    pipe_partitioned: Annotated[Flag, _WHOLE_BOUNDARY] = True
+    """Partition activations between stages."""
+    grad_partitioned: Annotated[Flag, _WHOLE_BOUNDARY] = True
+    """Partition gradients between stages."""
+    use_reentrant: Annotated[Flag, NoEffect("checkpoints are not reentrant, with the same result")] = True
+    """Use reentrant activation checkpoints."""
+
+
+class TensorGroupSection(Section):
+    """The group of ranks that divide layers."""
+
+    tp_size: Annotated[Count, _SAME_SIZE] = 1
+    """Ranks among which each layer is divided."""
+    tp_grain_size: Annotated[Count, NoEffect("widths are divided equally, heads as a whole")] = 1
+    """Multiple to which shards are cut."""
+
+
+class TensorParallelSection(Section):
+    """Tensor parallelism under DeepSpeed's names."""
+
+    enabled: Flag = True
+    """Ours. False: the sizes of this section do not count."""
+    autotp_size: Annotated[Natural, _SAME_SIZE] = 0
+    """Ranks among which each layer is divided; 0: one."""
+    tp: Annotated[TensorGroupSection, Also(("tensor_parallel",))] = TensorGroupSection()
+    dtype: Annotated[Dtype | None, NoEffect("bf16 and fp16 choose the type")] = None
+    """Type of the weights."""
+    tp_overlap_comm: Annotated[Flag, NoEffect("each layer waits for its sums, with the same result")] = False
+    """Overlap sums with the computation."""
+    vocab_parallel_lm_head: Annotated[Flag, NoEffect("the model's plan says whether the head is divided")] = False
+    """Divide the head along the vocabulary."""
+    vocab_parallel_ce_backend: Annotated[Text | None, NoEffect("there is one implementation of the loss")] = None
+    """Implementation of the loss over a divided vocabulary."""
+    injection_policy_tuple: Annotated[None, _OWN_PLAN, Absent(switch=None)] = None
+    """Layers whose outputs are summed."""
+    partition_config: Annotated[None, _OWN_PLAN, Absent(switch=None)] = None
+    """Patterns of divided layers."""
+    preset_model: Annotated[Text | None, NoEffect("the model's own plan is used")] = None
+    """Name of built-in patterns."""
+    keep_module_on_host: Annotated[Flag, NoEffect("the tiers decide where weights lie")] = False
+    """Keep the module in CPU memory while it is divided."""
+    replace_with_kernel_inject: Annotated[
+        Flag, NoEffect("kernels of inference are not for training"), Also(("kernel_inject",))
+    ] = False
+    """Replace layers by kernels of inference."""
+
+_ASYNCHRONOUS = NoEffect("requests are always submitted in batches, and no thread waits for a single one")
+
+
+_HINT = Differs("it is a hint: no value makes a run fail")
+
+
+class Aio(Section):
+    """Settings of NVMe I/O. DeepSpeed's keys are hints: no value of them makes a run fail."""
+
+    block_size: Annotated[Count | None, _HINT] = None
+    """Bytes of one request to the drive; absent: 1 MiB."""
+    queue_depth: Annotated[Count, _HINT] = 8
+    """Requests in flight of each I/O thread."""
+    intra_op_parallelism: Annotated[Count | None, _HINT, Also(("thread_count",))] = None
+    """I/O threads; absent: chosen from the machine."""
+    checksum: Check = "sampled"
+    """Ours. Store a CRC-32C of every write to NVMe and compare it at every read. "sampled" covers one 64-byte line of
+    each 4096-byte page and detects lost, misplaced and stale writes; true covers every byte, to search for a drive that
+    flips bits."""
+    drive_weights: Shares = ()
+    """Ours. Share of the bytes for each folder of a list in nvme_path; absent: measured."""
+    single_submit: Annotated[Flag, _ASYNCHRONOUS] = False
+    """Submit requests one at a time."""
+    overlap_events: Annotated[Flag, _ASYNCHRONOUS] = True
+    """Submit and complete at the same time."""
+    use_gds: Annotated[
+        Flag,
+        Refused(
+            "GPUDirect Storage is not used",
+            "Remove the key: bytes go through pinned CPU memory",
+            ignored="bytes go through pinned CPU memory, with the same result",
+        ),
+    ] = False
+    """Move bytes between the drive and the accelerator directly."""
+
+
+class TierLimit(Section):
+    """The limit of one tier."""
+
+    max_bytes: Limit = None
+    """Hard limit of the engine's bytes on this tier: bytes, "16GB", "1.5GiB", or a share of the free bytes such as
+    "80%". Absent or "auto": what the machine has. The limit of the accelerator holds for each rank; the ranks of a node
+    share those of CPU memory and NVMe. Without an accelerator, cpu limits all memory of the engine, and gpu, if given,
+    also limits the part that holds gathered parameters, gradients and activations."""
+
+
+class ActivationReserve(Section):
+    """Memory that the plan reserves for a micro-batch's activations before the first batch is seen."""
+
+    max_bytes: Limit = None
+    """Peak bytes of activations on the device: bytes, "2GB", or a share of the free bytes there. Absent or "auto":
+    what a batch tells: one of `sequence_length` or of the training data at the start, else the first one."""
+    sequence_length: Count | None = None
+    """Tokens of each sequence of the micro-batch that is measured at the start, of a model that takes `input_ids`."""
+
+
+class Memory(Section):
+    """Ours. Hard limits: a plan that does not fit is refused before anything is allocated."""
+
+    gpu: TierLimit = TierLimit()
+    cpu: TierLimit = TierLimit()
+    nvme: TierLimit = TierLimit()
+    activations: ActivationReserve = ActivationReserve()
+
+
+class Kernels(Section):
+    """Ours. Fused layers of other packages (docs/internals_kernels.md)."""
+
+    liger: FlagOrAuto = False
+    """Train the transformers models that Liger-Kernel knows with its norms, rotary embeddings, MLPs and losses without
+    logits, on a CUDA device; the extra infinity-engine[liger] installs it. true refuses to train where that is
+    impossible, "auto" trains without. Losses and gradients differ from those of the plain layers by rounding; with
+    labels, the output of a training forward has no logits."""
+
+
+class TimelineSection(Section):
+    """Ours. A timeline of one optimizer step: waits, transfers and memory use (docs/timeline.md)."""
+
+    path: Picture | None = None
+    """File to write: a page (".html") or a Chrome trace (".json"); ranks above 0 add their number. Absent: none."""
+    step: Count = 4
+    """The optimizer step to record, counted from 1. The first steps are slower than the others."""
+
+
+class _Folder(Section):
+    enabled: Flag = False
+    """Turn the monitor on."""
+    output_path: Place = ""
+    """Folder of all runs; empty: the working folder."""
+    job_name: Text = "DeepSpeedJobName"
+    """Folder of this run inside output_path."""
+
+
+class TensorBoard(_Folder):
+    """Metrics of each optimizer step as TensorBoard events; needs the package tensorboard (docs/monitoring.md)."""
+
+
+class CsvMonitor(_Folder):
+    """Metrics of each optimizer step, appended to one CSV file for each metric (docs/monitoring.md)."""
+
+
+class Wandb(Section):
+    """Metrics of each optimizer step, sent to Weights & Biases; needs the package wandb (docs/monitoring.md)."""
+
+    enabled: Flag = False
+    """Turn the monitor on."""
+    group: Text | None = None
+    """Group that this run belongs to."""
+    team: Text | None = None
+    """Team or user that owns the project."""
+    project: Text = "deepspeed"
+    """Project that the run belongs to."""
+
+
+class OffloadCheckpoints(Section):
+    """Ours. Where the inputs of recomputed blocks are kept between forward and backward. Applies to the model's own
+    calls of torch.utils.checkpoint too."""
+
+    device: Annotated[HomeDevice, NoAuto('choose "none", "cpu" or "nvme"')] = "none"
+    """Ours. The accelerator ("none"), CPU memory or NVMe."""
+    nvme_path: Annotated[Drives | None, NoAuto("name a folder on the drive")] = None
+    """Ours. Folder on the drive, or a list of folders on several drives; absent: the path of offload_optimizer or
+    offload_param."""
+    buffer_count: Count = 4
+    """Ours. Staging buffers in CPU memory between the accelerator and NVMe, each of the size of the largest input.
+    Their number bounds the transfers in flight."""
+    pin_memory: Flag = True
+    """Ours. Page-lock the CPU memory."""
+
+
+class ActivationCheckpointing(Section):
+    """Recomputation of activations in backward instead of keeping them."""
+
+    every: Natural = 0
+    """Ours. Recompute every N-th of the model's repeated blocks in backward, starting with the first: 1 is all blocks,
+    2 every second, 0 none."""
+    keep_ops: Texts = ()
+    """Ours. Operators, by torch's names, whose results are kept in recomputed blocks: with ["aten.mm"] backward does
+    not repeat the matrix products."""
+    offload: OffloadCheckpoints = OffloadCheckpoints()
+    cpu_checkpointing: Annotated[
+        Flag, Differs("it also moves the inputs of the model's own calls of torch.utils.checkpoint")
+    ] = False
+    """Older form of offload with device cpu."""
+    partition_activations: Annotated[
+        Flag, NoEffect("each rank of a tensor group keeps its checkpoints whole, or offloads them")
+    ] = False
+    """Partition saved activations."""
+    contiguous_memory_optimization: Annotated[
+        Flag, NoEffect("offloaded checkpoints use large buffers already, and other checkpoints are not copied")
+    ] = False
+    """Save them in one buffer."""
+    number_checkpoints: Annotated[
+        Natural | None, NoEffect("the space for checkpoints grows in the first step, and is then reused")
+    ] = None
+    """Number of checkpoints."""
+    synchronize_checkpoint_boundary: Annotated[
+        Flag, NoEffect("events order the copies, so the device is never synchronised for them")
+    ] = False
+    """Synchronise at every checkpoint."""
+    profile: Annotated[Flag, NoEffect("engine.timeline() shows each block's forward, recomputation and backward")] = (
+        False
+    )
+    """Time every checkpoint."""
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """The differences in meaning between two readers of the same configuration.
+
+    foreign_keys: "refuse" raises ConfigError for a key that infinity does not have; "warn" logs it once and goes on.
+    default_optimizer: whether a configuration and a program that name no optimizer mean AdamW, or if False none: such
+        an engine runs its model and does not train it. `"optimizer": null` says the same in any configuration.
+    parameter_attributes: whether parameters have DeepSpeed's attributes (`ds_id`, `ds_status`, ...) at stage 3, which
+        make a program import deepspeed.
+    init_dtype: the dtype of parameters made under `infinity.Init`: "own", what the constructor gives them, or
+        "trained", the one that the configuration trains in, in which they are initialized and loaded.
+    owned_model: what becomes of an engine that is open when its model is given to another: "refuse" raises ConfigError,
+        "hand over" closes it and leaves the weights in the model, for a program that closes no engine.
+    batch_of: whose samples `train_batch_size` counts beside a tensor or a pipeline axis: "data ranks", or "any", by
+        which micro-batch x accumulation x all ranks is right, too, if all three are given: clients fill it in so.
+    """
+
+    foreign_keys: Literal["refuse", "warn"] = "refuse"
+    default_optimizer: bool = True
+    parameter_attributes: bool = False
+    init_dtype: Literal["own", "trained"] = "own"
+    owned_model: Literal["refuse", "hand over"] = "refuse"
+    batch_of: Literal["data ranks", "any"] = "data ranks"
+
+
+# infinity's own reading, and the default everywhere.
+STRICT = Conventions()
+# For programs written for DeepSpeed, whose clients add keys of their own and pass models without an optimizer.
+DEEPSPEED = Conventions(
+    foreign_keys="warn", default_optimizer=False, parameter_attributes=True, init_dtype="trained",
+    owned_model="hand over", batch_of="any",
+)  # fmt: skip
 
 _OWN_SAVING = NoEffect("infinity writes checkpoints itself; see the checkpoint section")
 _COMET = Refused("there is no monitor for Comet", "Remove the section, and enable tensorboard, csv_monitor or wandb")

@@ -6,17 +6,23 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from infinity.config.section import Absent, Also, Differs, NoAuto, NoEffect, Refused, Section
-from infinity.config.tiers import drive_names
-from infinity.config.values import (
+from infinity.base.tiers import drive_names
+from infinity.config.section import (
+    Absent,
+    Also,
     Count,
     Device,
+    Differs,
     Drives,
     Flag,
     Fraction,
     Int,
     Natural,
+    NoAuto,
+    NoEffect,
     Positive,
+    Refused,
+    Section,
     Stage,
     Texts,
     Unusable,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.cma_transport import RowCopier
-from infinity.distributed.hang_detection.collective_log import words_and_digest
-from infinity.distributed.hang_detection.watchdog import Watchdog
+from infinity.distributed.flight_record import words_and_digest
+from infinity.distributed.watchdog import Watchdog
 from infinity.errors import StateError
 
 # Of a tag's 31 bits, those that identify the collective; the ones above tell its messages apart.

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infinity.base import trace
+from infinity.base.transfer import Transfer
 from infinity.distributed.axis_group import DATA, MEETING, PLACE, TAKEN, AxisGroup, CollectiveTransfer
-from infinity.observability import trace
-from infinity.ops.transfer import Transfer
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

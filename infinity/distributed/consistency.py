@@ -4,18 +4,27 @@ a step takes (rates, decays, clipping) at every step.
 gloo never mixes different collectives ([Note: tags] in `axis_group`). With another backend, two ranks that gather
 different units of one size do not hang: each gets parts of both. So every step compares a digest of all that was
 submitted before it changes a weight.
+
+Work that every rank does its part of, and that fails on every rank when it fails on one: training can go on then.
+
+Ranks of a tensor group, and of a pipeline, compute one batch together: the program must give them the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import exchange, exchange_texts, exchange_values
-from infinity.distributed.hang_detection.flight_record import advice_for, first_difference
-from infinity.errors import DesyncError
+from infinity.distributed.flight_record import advice_for, first_difference
+from infinity.distributed.groups import ProcessGroups
+from infinity.errors import CheckpointError, ConfigError, DesyncError, InfinityError
 from infinity.plan.plan import Plan
 
 # Lines of a difference that an error shows.
@@ -149,3 +158,84 @@ def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None
         f"the ranks did different things since the last step, so this one is not taken:\n{lines}\n"
         f"{advice_for(watchdog.channels)}"
     )
+
+# What a rank tells the others of its part: the error in words or None, and the value (JSON).
+Outcome = list[Any]
+
+
+def run_on_all_ranks(groups: ProcessGroups, name: str, job: Callable[[], Any], *, path: object) -> list[Any]:
+    """Run `job` on every rank; return its values (JSON) by rank. Collective.
+
+    Where it raises, this rank raises the same, and every other one a CheckpointError about `path` that says which rank
+    failed, and why. An error of the system is a CheckpointError on this rank, too.
+    """
+
+    def exchange(outcome: Outcome) -> list[Outcome]:
+        return [outcome] if groups.world.process_group is None else exchange_values(outcome, groups.world, name)
+
+    advice = "This rank could go on, and all ranks stopped together"
+    return run_and_agree(groups, job, exchange, path=path, advice=advice)
+
+
+def run_and_agree(
+    groups: ProcessGroups, job: Callable[[], Any], exchange: Callable[[Outcome], list[Outcome]], *, path: object,
+    advice: str,
+) -> list[Any]:  # fmt: skip
+    """As `run_on_all_ranks`, with `exchange` to tell the outcome of this rank and return every rank's."""
+    error: Exception | None = None
+    value: Any = None
+    try:
+        value = _run(job, path)
+    except Exception as caught:
+        error = caught
+    except BaseException as caught:
+        # This process is being ended: the others must not wait for it.
+        groups.failed(caught)
+        raise
+    rows = exchange([None if error is None else f"{type(error).__name__}: {error}", value])
+    if error is not None:
+        raise error
+    failed = [f"rank {rank} failed with {reason}" for rank, (reason, _) in enumerate(rows) if reason is not None]
+    if failed:
+        raise CheckpointError(path, "; ".join(failed), advice)
+    return [value for _, value in rows]
+
+
+def _run(job: Callable[[], Any], path: object) -> Any:
+    try:
+        return job()
+    except OSError as caught:
+        if isinstance(caught, InfinityError):
+            raise
+        # One type on all ranks: a program that catches it goes on with all of them.
+        raise CheckpointError(path, f"the system refused ({caught})", "Mend that, or name another folder") from caught
+
+# Bytes of a tensor that are compared.
+_COMPARED_NBYTES = 1 << 20
+
+
+def check_same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: AxisGroup) -> None:
+    """Raise ConfigError on every rank unless all ranks of the group have the same tensors among the arguments of a
+    forward. Collective. Compares shapes, dtypes and the first MiB of each.
+    """
+    named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
+    mine = {name: _digest(value) for name, value in named.items() if isinstance(value, Tensor)}
+    everyone = exchange_values(mine, group, "exchange of digests of a batch")
+    apart = [name for name in {name: None for each in everyone for name in each} if _differs(name, everyone)]
+    if apart:
+        raise ConfigError(
+            f"the {group.size} ranks of a {group.axis} group were given different batches ({', '.join(apart)}): "
+            f"{', '.join(group.places)}. They compute one batch together. Divide the data set over the data axis: rank "
+            "engine.data_rank of engine.data_size (a DistributedSampler takes both), or let "
+            "initialize(training_data=...) do it"
+        )
+
+
+def _differs(name: str, everyone: Sequence[Mapping[str, str]]) -> bool:
+    return len({each.get(name) for each in everyone}) > 1
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1)
+    head = flat[: max(_COMPARED_NBYTES // flat.dtype.itemsize, 1)].cpu().contiguous()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {zlib.crc32(head.view(torch.uint8).numpy().data)}"

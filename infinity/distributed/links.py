@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infinity.base import trace
 from infinity.distributed.axis_group import AxisGroup, CollectiveTransfer
 from infinity.errors import ConfigError, StateError
-from infinity.observability import trace
 from infinity.plan.pipeline import MessageLink, pipeline_links
 
 # What crosses a boundary: activations, and the gradients of those that require one.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.config.section import Absent, mark
-from infinity.engine.accumulation import Accumulation
+from infinity.engine.micro_batches import Accumulation
+from infinity.engine.optimizer import TieredOptimizer
 from infinity.errors import ConfigError
-from infinity.optim.optimizer_view import TieredOptimizer
 
 
 def _key(path: str) -> Callable[[ResolvedConfig], Any]:

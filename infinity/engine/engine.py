@@ -19,33 +19,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.module_tensors import tied_names
-from infinity.checkpoint.state import ClientState, Counters, Run
+from infinity.checkpoint.pieces import tied_names
+from infinity.checkpoint.run_state import ClientState, Counters, Run
 from infinity.config.resolve import ResolvedConfig
-from infinity.distributed.process_groups import ProcessGroups
-from infinity.engine import exporting, precision
-from infinity.engine.accumulation import Accumulation
-from infinity.engine.checkpoint_manager import CheckpointManager
+from infinity.distributed.groups import ProcessGroups
+from infinity.engine import export, micro_batches
+from infinity.engine.checkpoints import CheckpointManager, LoadOptions, SaveRequest
 from infinity.engine.deepspeed_names import CONFIGURED, REFUSED, DeepSpeedNames, LossScale
 from infinity.engine.handover import WeightKeeper, why_not_kept
 from infinity.engine.idle_states import IdleStates
 from infinity.engine.interrupts import HELD, verb
-from infinity.engine.loading import LoadOptions
+from infinity.engine.micro_batches import Accumulation
+from infinity.engine.optimizer import TieredOptimizer
 from infinity.engine.pipeline import BatchArguments, draw, loss_of, pipeline_of, step_loss
 from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
-from infinity.engine.saving import SaveRequest
 from infinity.engine.step import Boundary, StepFlags, StepVerdict
 from infinity.errors import ConfigError, StateError, UnknownNameError
 from infinity.log import logger
-from infinity.memory.memory_report import MemoryReport
 from infinity.memory.store import TieredStore
-from infinity.observability.step_timing import StepTimes
+from infinity.observability.memory_report import MemoryReport
+from infinity.observability.progress import StepTimes
 from infinity.observability.timeline import Timeline
-from infinity.optim.optimizer_view import TieredOptimizer
-from infinity.parallel.module import PipelineModule
+from infinity.parallel.layers import PipelineModule
 from infinity.plan.plan import Plan
-from infinity.zero import guards, param_access
+from infinity.zero import access, guards
 from infinity.zero.compiled import eager_backward, untraced
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.unit import Unit
@@ -128,9 +126,9 @@ class Engine(DeepSpeedNames, nn.Module):
         if self.training:
             runtime.progress.called(args, kwargs)
             runtime.gradients.begin_micro_step(last=self._accumulation.at_boundary)
-        under = precision.autocast(runtime.config.config.torch_autocast, self.device)
+        under = micro_batches.autocast(runtime.config.config.torch_autocast, self.device)
         if runtime.config.casts_inputs:
-            args = precision.half(args)
+            args = micro_batches.half(args)
         with runtime.phase("forward"), under:
             runtime.exchanges.check_batch(args, kwargs)
             with runtime.first_batch.forward(args, kwargs) if self.training else nullcontext():
@@ -151,7 +149,7 @@ class Engine(DeepSpeedNames, nn.Module):
         self._check_whole("engine.backward(loss)")
         runtime, count, optimizer = self._runtime, self.gradient_accumulation_steps(), self._stepped_by("run backward")
         factor = 1.0 / count if scale_wrt_gas else 1.0
-        scaled = precision.scaled(loss, factor * self.loss_scale)
+        scaled = micro_batches.scaled(loss, factor * self.loss_scale)
         early = runtime.plan.policy.step_in_backward and self._accumulation.at_boundary
         if early:
             with runtime.groups.telling():
@@ -552,8 +550,8 @@ class Engine(DeepSpeedNames, nn.Module):
         self._check("take the state_dict() of its model")
         self._runtime.hooks.check_tree()
         wanted = self.global_rank == 0
-        found = param_access.full_state_dict(self._runtime.access, wanted=wanted, frozen=frozen)
-        found.update(exporting.whole_buffers(self._runtime, wanted=wanted))
+        found = access.full_state_dict(self._runtime.access, wanted=wanted, frozen=frozen)
+        found.update(export.whole_buffers(self._runtime, wanted=wanted))
         return {**found, **{name: found[first] for name, first in tied_names(self.module).items() if first in found}}
 
     # Checkpoints.
@@ -640,7 +638,7 @@ class Engine(DeepSpeedNames, nn.Module):
         when complete; other files in it stay.
         """
         with self._runtime.marked("engine.export()"):
-            return exporting.export_folder(
+            return export.export_folder(
                 self._runtime, Path(folder), dtype=dtype, max_shard_size=max_shard_size, one_file=one_file,
                 tokenizer=tokenizer,
             )  # fmt: skip
@@ -652,7 +650,7 @@ class Engine(DeepSpeedNames, nn.Module):
     ) -> bool:  # fmt: skip
         """DeepSpeed's name for `export` in 16 bits. Nothing is pickled: "pytorch_model.bin" is "model.safetensors"."""
         with self._runtime.marked("engine.save_16bit_model()"):
-            exporting.export_16bit(self._runtime, Path(save_dir), save_filename, frozen=not exclude_frozen_parameters)
+            export.export_16bit(self._runtime, Path(save_dir), save_filename, frozen=not exclude_frozen_parameters)
         return True
 
     @property

@@ -13,10 +13,10 @@ from typing import Any
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, StateError
 from infinity.log import logger
+from infinity.memory.drives import queue_options
 from infinity.memory.ledger import mb
-from infinity.memory.offloaded import DriveRefuge, MemoryRefuge, Refuge
 from infinity.memory.partition import Partition
-from infinity.memory.queue_options import queue_options
+from infinity.memory.scratch import DriveRefuge, MemoryRefuge, Refuge
 from infinity.memory.tiers.pinned import HostMemory, trim
 from infinity.memory.tiers.registry import backend_of
 from infinity.plan.types import Key, Kind, Tier

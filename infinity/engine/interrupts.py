@@ -29,7 +29,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from infinity.distributed.hang_detection.job_end import SIGNAL
+from infinity.distributed.watchdog import SIGNAL
 from infinity.engine.preemption import PreemptionHandler
 from infinity.log import logger
 

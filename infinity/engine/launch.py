@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from infinity.distributed.process_groups import Ranks, detect, open_group
+from infinity.distributed.groups import Ranks, detect, open_group
 from infinity.engine.model_init import ConfigSource
 from infinity.errors import ConfigError
 from infinity.memory.tiers.device import Device

@@ -13,18 +13,17 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve
-from infinity.distributed.meeting import Patience, all_ranks_after
-from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
+from infinity.distributed.groups import Patience, ProcessGroups, Ranks, all_ranks_after, detect
 from infinity.errors import ConfigError
 from infinity.log import configure_logging
-from infinity.memory.queue_options import check_drives
+from infinity.memory.drives import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import mappings_of_their_own, trim
-from infinity.plan.topology import Topology
+from infinity.plan.types import Topology
 from infinity.zero import parameter
-from infinity.zero.deferred_access import modify_deferred
+from infinity.zero.access import modify_deferred
 from infinity.zero.deferred_init import DeferredInit
-from infinity.zero.foreign_attributes import publish
+from infinity.zero.parameter import publish
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 

@@ -4,15 +4,20 @@ The executor walks the table and moves what crosses boundaries; here is what an 
 own forward of one stage, on the micro-batch that every rank of the pipeline has; a backward begins with the gradients
 that came from the next stage, or with the loss, and gives those of what came from the stage before. To ZeRO the whole
 step is one pass, whose uses of units the plan has scheduled.
+
+What a rank of a pipeline holds between forwards and backwards, counted and booked as the step goes on.
+
+Micro-batches in flight are counted as the plan counts them: from a forward until its gradients are complete. Tensors at
+boundaries and deferred weight gradients are booked in the ledger; what autograd saves is torch's own.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, cast
 
@@ -20,24 +25,87 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
+from infinity.base import trace
 from infinity.distributed.collectives import exchange
+from infinity.distributed.consistency import check_same_batch
 from infinity.distributed.links import Boundary, Gradients, PipelineLinks
-from infinity.engine import precision
-from infinity.engine.pipeline_memory import PipelineMemory
+from infinity.engine import micro_batches
+from infinity.engine.optimizer import TieredOptimizer
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
+from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
-from infinity.observability import trace
-from infinity.optim.optimizer_view import TieredOptimizer
+from infinity.observability.memory_report import PipelineUse
 from infinity.parallel.deferred_weights import DeferredWeights
 from infinity.parallel.executor import PipelineExecutor
-from infinity.parallel.module import PipelineModule, StagedLayers
+from infinity.parallel.layers import PipelineModule, StagedLayers
 from infinity.parallel.random_state import draw_seed, has_dropout, seeded
-from infinity.parallel.same_batch import check_same_batch
 from infinity.parallel.stage import StagedModel
 from infinity.plan.pipeline import Action, ActionKind, forward_tables
 from infinity.plan.stages import PipelinePart
+from infinity.plan.types import Kind, Tier
 from infinity.zero.unit import Unit
+
+# What each action adds to the micro-batches in flight.
+_IN_FLIGHT = {
+    ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.BACKWARD_INPUT: 0, ActionKind.BACKWARD_WEIGHT: -1
+}  # fmt: skip
+
+
+class PipelineMemory:
+    """Counts and books of one rank. `use` is that of the step under way, or of the latest one."""
+
+    def __init__(self, ledger: Ledger, links: PipelineLinks, deferred: DeferredWeights | None) -> None:
+        self.use = PipelineUse()
+        self._ledger = ledger
+        self._links = links
+        self._deferred = deferred
+        # By stage and micro-batch, what waits for its weight gradients.
+        self._waiting: dict[tuple[int, int], int] = {}
+
+    def begin_step(self) -> None:
+        """Begin the figures of a step."""
+        self.use = PipelineUse()
+
+    def ran(self, action: Action) -> None:
+        """Count an action: a forward as it begins, others as they end."""
+        stage, kind, micro_batch = action
+        held = self.use.in_flight + _IN_FLIGHT[kind]
+        self.use = replace(self.use, in_flight=held, in_flight_most=max(held, self.use.in_flight_most))
+        if kind is ActionKind.BACKWARD_INPUT and self._deferred is not None:
+            self._waiting[stage, micro_batch] = self._deferred.nbytes_of((stage, micro_batch))
+            self._book(deferred=sum(self._waiting.values()))
+        elif kind is ActionKind.BACKWARD_WEIGHT:
+            self._waiting.pop((stage, micro_batch), None)
+            self._book(deferred=sum(self._waiting.values()))
+
+    def book(self, boundaries: Iterable[Collection[Gradients]]) -> None:
+        """Book the tensors at boundaries: those that are given, and what is under way; each storage once."""
+        held = [tensor for each in boundaries for tensors in each for tensor in tensors if tensor is not None]
+        self._book(boundary=_nbytes([*held, *self._links.tensors()]))
+
+    def end_step(self) -> None:
+        """Book that nothing is held any more, of a step that failed, too."""
+        self._waiting.clear()
+        self._book(boundary=0, deferred=0)
+        self.use = replace(self.use, in_flight=0)
+
+    def _book(self, *, boundary: int | None = None, deferred: int | None = None) -> None:
+        use = self.use
+        boundary = use.boundary if boundary is None else boundary
+        deferred = use.deferred if deferred is None else deferred
+        # They are part of what was set aside for activations.
+        more = boundary + deferred - use.boundary - use.deferred
+        self._ledger.add(Tier.GPU, Kind.ACTIVATION, more, limited=False)
+        self.use = replace(
+            use, boundary=boundary, boundary_most=max(boundary, use.boundary_most), deferred=deferred,
+            deferred_most=max(deferred, use.deferred_most),
+        )  # fmt: skip
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 class Staged(Protocol):
@@ -201,8 +269,8 @@ class _Forwards:
     def _run(self, action: Action, received: Boundary | None) -> Any:
         runtime, batch = self._runtime, self._batches[action.micro_batch]
         runtime.coordinator.use_micro_batch(action.micro_batch)
-        args = precision.half(batch.args) if runtime.config.casts_inputs else batch.args
-        under = precision.autocast(runtime.config.config.torch_autocast, runtime.device.torch)
+        args = micro_batches.half(batch.args) if runtime.config.casts_inputs else batch.args
+        under = micro_batches.autocast(runtime.config.config.torch_autocast, runtime.device.torch)
         numbers: AbstractContextManager[Any] = nullcontext()
         if self._seed is not None:
             own = self._seed + action.stage * len(self._batches) + action.micro_batch
@@ -251,7 +319,7 @@ class _Training(_Forwards):
         loss = loss_of(output)
         self.losses.append(loss.detach())
         factor = self._runtime.loss_scale / len(self._batches)
-        self._open[stage, index] = received or (), (precision.scaled(loss, factor),)
+        self._open[stage, index] = received or (), (micro_batches.scaled(loss, factor),)
         self._memory.book(self._open.values())
         return None
 

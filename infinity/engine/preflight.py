@@ -12,35 +12,29 @@ from dataclasses import astuple
 
 from torch import nn
 
+from infinity.base.sizes import format_bytes
 from infinity.config import ResolvedConfig
-from infinity.config.units import format_bytes
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
-from infinity.distributed.process_groups import ProcessGroups
-from infinity.engine.first_batch import Call, on_shapes, stated_batch
-from infinity.engine.set_aside import place_of, set_aside, spooled_nbytes
-from infinity.engine.stage_cut import cut_into_stages
+from infinity.distributed.groups import ProcessGroups
+from infinity.engine.activation_forecast import Call, on_shapes, place_of, set_aside, spooled_nbytes, stated_batch
 from infinity.errors import CapacityError, ConfigError
-from infinity.memory import growable_pool
-from infinity.memory.free_bytes import free_for_rank, free_nvme_nbytes
-from infinity.memory.queue_options import check_drives
+from infinity.memory import scratch
+from infinity.memory.drives import check_drives, free_for_rank, free_nvme_nbytes
 from infinity.memory.tiers.device import Device
-from infinity.observability.memory_breakdown import baseline_nbytes
-from infinity.parallel.module import PipelineModule
-from infinity.plan.activation_bytes import Activations
+from infinity.observability.memory_report import baseline_nbytes
+from infinity.parallel.layers import PipelineModule
+from infinity.parallel.stage_check import cut_into_stages
+from infinity.plan.activations import Activations, in_stages, inputs_in_flight
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.capacity_report import refuse
 from infinity.plan.filling import in_process
-from infinity.plan.fitting import lowered_in_words
-from infinity.plan.inputs import PlanInputs
-from infinity.plan.model_styles import tensor_axis_of
-from infinity.plan.optimizer_states import OptimizerSpec
+from infinity.plan.inputs import PlanInputs, lowered_in_words
 from infinity.plan.plan import Plan
-from infinity.plan.recomputation import checkpointed_blocks, repeated_blocks
-from infinity.plan.spec import module_tree
-from infinity.plan.stage_activations import in_stages, inputs_in_flight
-from infinity.plan.topology import Topology
-from infinity.plan.types import DTYPE_NBYTES, Tier
+from infinity.plan.request import OptimizerSpec
+from infinity.plan.spec import checkpointed_blocks, module_tree, repeated_blocks
+from infinity.plan.tensor_axis import tensor_axis_of
+from infinity.plan.types import DTYPE_NBYTES, Tier, Topology
 from infinity.zero import parameter
 
 # One part in so many of what is free on the device is left to activations by bounds, while no batch is known.
@@ -183,7 +177,7 @@ def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank
     shape = getattr(model, "config", None)
     hidden, longest = (getattr(shape, name, None) for name in ("hidden_size", "max_position_embeddings"))
     token_nbytes = blocks * (hidden if isinstance(hidden, int) else 0) * DTYPE_NBYTES[config.compute_dtype]
-    least = max(growable_pool.FILE_NBYTES, config.micro_batch * token_nbytes)
+    least = max(scratch.FILE_NBYTES, config.micro_batch * token_nbytes)
     if room < least:
         raise CapacityError(
             f"rank {rank} has {format_bytes(room)} on {tier.value} for activation checkpoints beside the plan's "

@@ -8,30 +8,29 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from infinity.base import trace
 from infinity.config.resolve import ResolvedConfig
-from infinity.distributed.process_groups import ProcessGroups
-from infinity.engine.first_batch import FirstBatch
+from infinity.distributed.groups import ProcessGroups
+from infinity.engine.activation_forecast import FirstBatch
 from infinity.engine.interrupts import HELD
 from infinity.errors import StateError
 from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import trim
-from infinity.observability import trace
-from infinity.observability.observer import Observer
+from infinity.observability.memory_report import Observer
 from infinity.observability.progress import StepProgress
 from infinity.ops.adam import shutdown_threads
-from infinity.optim.loss_scaler import LossScaler
-from infinity.optim.stepper import Stepper
 from infinity.parallel.tensor import Applied
-from infinity.plan.model_params import model_params, place_of_buffer
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Plan, model_params, place_of_buffer
+from infinity.step.loss_scaler import LossScaler
+from infinity.step.optimizer_step import Stepper
+from infinity.zero.access import ParamAccess
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
-from infinity.zero.param_access import ParamAccess
 from infinity.zero.unit import Unit
 
 

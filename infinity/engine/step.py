@@ -20,20 +20,19 @@ from torch import Tensor
 
 from infinity.distributed.collectives import exchange_texts, exchange_values
 from infinity.distributed.consistency import agree_on_numbers, on_any_rank
-from infinity.engine.optimizer_state import OptimizerStates
+from infinity.engine.optimizer import OptimizerStates, TieredOptimizer
 from infinity.engine.runtime import Runtime
 from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
 from infinity.ops.adam import GradStats
-from infinity.optim.clip import clip_factor
 from infinity.optim.factory import Chosen
-from infinity.optim.nonfinite_guard import Skips
-from infinity.optim.optimizer_view import TieredOptimizer
+from infinity.plan.plan import UnitNumbers
 from infinity.plan.shards import Replica
-from infinity.plan.unit_numbers import UnitNumbers
-from infinity.zero.foreign_attributes import ParameterOffload
-from infinity.zero.nonfinite import NOWHERE, first_nonfinite
-from infinity.zero.prefetch_timing import agree
+from infinity.step.loss_scaler import Skips
+from infinity.step.norms import clip_factor
+from infinity.zero.gather import agree
+from infinity.zero.gradients import NOWHERE, first_nonfinite
+from infinity.zero.parameter import ParameterOffload
 
 _NOTHING = GradStats(0.0, 0)
 # The step of an engine after which a pass is timed.

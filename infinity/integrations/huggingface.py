@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infinity.config.untrusted import read_json, reason
+from infinity.base.untrusted import read_json, reason
+from infinity.checkpoint.safetensors_files import StoredTensor, WeightFolder
 from infinity.distributed.collectives import exchange
 from infinity.engine.model_init import ConfigSource, open_spool
 from infinity.errors import ConfigError, InfinityError, listed
 from infinity.log import logger
 from infinity.zero import parameter
 from infinity.zero.deferred_init import DeferredInit, WeightSource
-from infinity.zero.weight_files import StoredTensor, WeightFolder
 
 try:
     import transformers

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infinity.base.sizes import parse_bytes
 from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, find_deepspeed, read_deepspeed
-from infinity.checkpoint.description import float_dtype
 from infinity.checkpoint.extract import ExportSource, export_source, extract
 from infinity.checkpoint.format import BUFFER, Manifest, find, latest_tag, read_manifest
-from infinity.checkpoint.weight_writer import EXPORT_NUMEL, folder_beside, publish_folder
-from infinity.config.units import parse_bytes
+from infinity.checkpoint.model_folder import float_dtype
+from infinity.checkpoint.safetensors_files import EXPORT_NUMEL, folder_beside, publish_folder
 from infinity.errors import CheckpointError
 from infinity.memory.partition import DTYPES
 

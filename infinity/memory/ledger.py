@@ -2,20 +2,44 @@
 
 The owner of a buffer books it here: the store partitions and pools, units whole parameters, and the gradients whole
 gradients. `taking` stands around an allocation and enforces the tier's limit. A refusal by the system becomes the same
-error with the same numbers (see `infinity.memory.refusal`).
+error with the same numbers (see `infinity.memory.ledger`).
+
+One error for memory that the system or the accelerator's allocator refuses.
+
+The C library, the kernel and torch raise different exceptions. All become `MemoryRefused`, which carries the ledger's
+numbers and is caught as `TierMemoryError`, as `MemoryError`, and as the `torch.OutOfMemoryError` (a RuntimeError) that
+programs written for torch expect.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from infinity.config.units import format_bytes
+import torch
+
+from infinity.base import trace
+from infinity.base.sizes import format_bytes
 from infinity.errors import TierMemoryError
-from infinity.memory.refusal import MemoryRefused, is_refusal
-from infinity.observability import trace
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import Kind, Tier
+
+# Of torch's own allocators for CPU memory, which raise a plain RuntimeError.
+_SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+
+
+class MemoryRefused(TierMemoryError, torch.OutOfMemoryError):
+    """The system refused memory; its own exception is the cause."""
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an exception says that there is no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
 
 _OWNERS = 5
 

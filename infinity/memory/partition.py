@@ -37,8 +37,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from infinity.base.transfer import Transfer
 from infinity.errors import StateError
-from infinity.ops.transfer import Transfer
 from infinity.plan.types import EXTENT_ALIGNMENT, TORCH_NAMES, Extent, Key, Kind, PartitionSpec, align_up
 
 # torch's dtypes by the plan's names.

@@ -2,34 +2,39 @@
 
 Data's way: `prefetch` submits a read from a drive into an arena; `read` and `write` wait for it (or submit it) and lend
 typed views; `flush` submits the write-back of what was written. Buffers of a drive's partitions stay in their arena,
-clean, until their space is needed (see `infinity.memory.eviction`). The store never chooses *what* to prefetch.
+clean, until their space is needed (see `infinity.memory.arena`). The store never chooses *what* to prefetch.
 
 The store is composed of `Residency`, which moves single partitions, and `AccessControl`, which decides whose turn it
 is: the training loop, an optimizer step in the background and a save may use the store at the same time. ZeRO and the
 optimizer meet here and nowhere else. No thread holds the store's lock while it waits.
+
+Opening the store of a plan and the tier of activation checkpoints: memory, and back ends for tiers with files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 
 from torch import Tensor
 
+from infinity.base.transfer import Transfer
+from infinity.config import ResolvedConfig
 from infinity.errors import TierMemoryError
-from infinity.memory.access_control import AccessControl, Reservation, Snapshot
-from infinity.memory.buffers import Buffers
-from infinity.memory.eviction import Rank, arena_name
+from infinity.memory.activation_tier import ActivationTier
+from infinity.memory.arena import Rank, arena_name
+from infinity.memory.drives import queue_options
 from infinity.memory.ledger import Ledger, PoolUse
-from infinity.memory.offloaded import Offloaded, Refuge
 from infinity.memory.partition import Partition, State
-from infinity.memory.residency import Residency
+from infinity.memory.residency import Buffers, Residency
+from infinity.memory.scratch import Offloaded, Refuge
 from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
-from infinity.ops.transfer import Transfer
-from infinity.plan.plan import Pools
+from infinity.memory.tiers.registry import backend_of
+from infinity.memory.transaction import AccessControl, Reservation, Snapshot
+from infinity.plan.plan import Plan, Pools
 from infinity.plan.types import Key, PartitionSpec, Tier
 
 # Drives complete writes nearly in order: a finished one is among the first so many, or there is none.
@@ -434,3 +439,47 @@ class TieredStore:
     def _drop(self, partition: Partition, claims: int = 0) -> bool:
         """Free a clean buffer that no party claims, the caller's own `claims` aside; return whether it did."""
         return self.access.claims(partition.key) <= claims and self._residency.drop(partition)
+
+
+def open_store(config: ResolvedConfig, plan: Plan, *, rank: int, device: Device, ledger: Ledger) -> TieredStore:
+    """Allocate the partitions' memory and, where the plan has extents, this rank's bytes on drives."""
+    backends: dict[Tier, TierBackend] = {}
+    sections = (config.zero.offload_param, config.zero.offload_optimizer)
+    pin = all(section is None or section.pin_memory for section in sections)
+    with ExitStack() as undo:
+        for tier in Tier:
+            if nbytes := plan.file_nbytes(tier):
+                folders = config.folders(tier.value)
+                assert folders is not None
+                options = queue_options(config, folders)
+                backends[tier] = backend_of(tier).open(folders, nbytes=nbytes, rank=rank, options=options)
+                undo.callback(backends[tier].close)
+        store = TieredStore(
+            plan.partitions,
+            device=device,
+            host=HostMemory(device, pin=pin, ledger=ledger),
+            ledger=ledger,
+            pools=plan.pools,
+            backends=backends,
+            rank=rank,
+            overlap=plan.policy.overlap,
+        )
+        undo.pop_all()
+    return store
+
+
+def open_activation_tier(
+    config: ResolvedConfig, *, rank: int, device: Device, ledger: Ledger
+) -> ActivationTier | None:
+    """Make the tier of the inputs of recomputed blocks; None where they stay on the device."""
+    tier = Tier.named(config.checkpoint_tier)
+    if tier.on_device:
+        return None
+    section, path, open_file = config.config.activation_checkpointing.offload, config.checkpoint_nvme_path, None
+    if path is not None:
+        options = queue_options(config, path)
+        open_file = lambda nbytes: backend_of(tier).open(path, nbytes=nbytes, rank=rank, options=options)  # noqa: E731
+    return ActivationTier(
+        device, ledger=ledger, pin=section.pin_memory, buffer_count=section.buffer_count,
+        overlap=config.config.overlap, open_file=open_file, tier=tier,
+    )  # fmt: skip

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from infinity.config.monitoring import CsvMonitor, TensorBoard, Wandb
-from infinity.config.schema import Config
+from infinity.config.schema import Config, CsvMonitor, TensorBoard, Wandb
 from infinity.errors import ConfigError
 from infinity.log import warn_once
 

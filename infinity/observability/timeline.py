@@ -24,9 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from infinity.observability import trace
-from infinity.observability.trace import OUTSIDE, AsyncSpan, Recording, Span
-from infinity.plan import palette
+from infinity.base import palette, trace
+from infinity.base.trace import OUTSIDE, AsyncSpan, Recording, Span
 
 SUFFIXES = (".html", ".json")
 _PAGE = Path(__file__).with_suffix(".html")

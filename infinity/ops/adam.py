@@ -28,9 +28,21 @@ from torch import Tensor
 
 from infinity.ops import build, kernels, reference
 from infinity.ops.cores import allowed_cores, thread_count
-from infinity.ops.piece import Piece
-from infinity.ops.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Rule, StepConstants
-from infinity.ops.tensor_arguments import CPU, DTYPE_CODES, FLOATS, address, check_tensor
+from infinity.ops.rules import (
+    CPU,
+    DTYPE_CODES,
+    FLOATS,
+    AdagradHyper,
+    AdamHyper,
+    Hyper,
+    LionHyper,
+    MomentumHyper,
+    Piece,
+    Rule,
+    StepConstants,
+    address,
+    check_tensor,
+)
 
 __all__ = [
     "AdagradHyper",

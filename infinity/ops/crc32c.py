@@ -2,14 +2,19 @@
 
 The data is cut into strips of equal length, which numpy processes in parallel, one byte of each at a time. Combining
 the checksums of neighbours multiplies by a power of x modulo the polynomial, as in zlib's crc32_combine (Mark Adler).
+
+CRC-32C of bytes in memory, by the native library or the Python fallback (`infinity.ops.crc32c`). Needs no torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
 import numpy as np
+
+from infinity.ops import build
 
 # Reflected: the highest bit is the lowest power of x.
 _POLYNOMIAL = 0x82F63B78
@@ -98,3 +103,14 @@ def _shift_many(crcs: _Words, nbytes: int) -> _Words:
         term = np.uint32(_multiply(factor, 1 << bit))
         product ^= np.where(crcs & np.uint32(1 << bit), term, np.uint32(0))
     return product
+
+
+def checksum(data: Any, crc: int = 0) -> int:
+    """Return the checksum of bytes with checksum `crc` followed by `data` (bytes, a memoryview or numpy uint8)."""
+    library = build.load("aio")
+    if library is None:
+        return crc32c(data, crc)
+    values = np.frombuffer(data, dtype=np.uint8)
+    function = library.infinity_aio_crc32c
+    function.restype = ctypes.c_uint32
+    return int(function(ctypes.c_uint32(crc), ctypes.c_void_p(values.ctypes.data), ctypes.c_uint64(values.nbytes), 0))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from infinity.ops import build, reference
-from infinity.ops.tensor_arguments import CPU, DTYPE_CODES, FLOATS, address, check_tensor
+from infinity.ops.rules import CPU, DTYPE_CODES, FLOATS, address, check_tensor
 
 _NO_TARGET = -1
 # cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice, cudaErrorUnsupportedPtxVersion

@@ -14,8 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from infinity.ops.piece import Piece
-from infinity.ops.rules import Rule, StepConstants
+from infinity.ops.rules import Piece, Rule, StepConstants
 
 # Bounds the temporary memory: about two fp64 values and some masks for each element of a chunk.
 _CHUNK_NUMEL = 1 << 18

@@ -5,15 +5,22 @@ algorithms", 2023; Adagrad: Duchi et al., 2011; SGD with momentum as torch defin
 csrc/adam/arithmetic.inl and `infinity.ops.reference`.
 
 A kernel takes ten constants, named by their meaning in Adam. The class of another rule says what it puts there.
+
+The unit of work of an optimizer step: flat tensors with their hyper-parameters.
+
+Tensors as arguments of native code: checks, dtype codes and addresses.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
 
 
 class Rule(IntEnum):
@@ -178,3 +185,47 @@ def _lerp(weight: float) -> float:
     """
     rounded = ctypes.c_float(weight).value
     return rounded if rounded < 0.5 else -(1.0 - rounded)
+
+
+
+@dataclass(slots=True)
+class Piece:
+    """Contiguous tensors of one device and number of elements (0 is allowed) that are stepped in place.
+
+    A bf16 `param` has a `remainder` or a `master`, an fp16 `param` has a `master`, an fp32 `param` has neither. A rule
+    with one state keeps it in `exp_avg` and has no `exp_avg_sq`.
+    """
+
+    param: Tensor  # [numel] fp32, bf16 or fp16
+    grad: Tensor  # [numel] fp32, bf16 or fp16, independent of param
+    exp_avg: Tensor  # [numel] fp32
+    exp_avg_sq: Tensor | None = None  # [numel] fp32
+    remainder: Tensor | None = None  # [numel] int16
+    master: Tensor | None = None  # [numel] fp32
+    hyper: Hyper = field(kw_only=True)
+
+# The codes of csrc/adam/types.h and csrc/kernels.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOATS = tuple(DTYPE_CODES)
+CPU = torch.device("cpu")
+
+
+def check_tensor(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int, device: torch.device = CPU
+) -> None:
+    """Raise ValueError that begins with `name` unless `tensor` is contiguous and has one of `dtypes`, `numel` elements
+    and `device`.
+    """
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}: a tensor on {device} is needed")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements, expected {numel}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous: strides {tensor.stride()} for shape {tuple(tensor.shape)}")
+
+
+def address(tensor: Tensor) -> ctypes.c_void_p:
+    """Return the address of the tensor's first element as a C pointer; the caller keeps the tensor alive."""
+    return ctypes.c_void_p(tensor.data_ptr())

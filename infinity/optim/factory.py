@@ -12,7 +12,7 @@ from infinity.errors import ConfigError
 from infinity.optim import update_rules
 from infinity.optim.torch_rule import TorchRule
 from infinity.optim.update_rules import UpdateRule
-from infinity.plan.optimizer_states import OptimizerSpec
+from infinity.plan.request import OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import ValidationError
 
+from infinity.config.section import Count, Weight
 from infinity.config.training import (
     LRRangeTestParams,
     OneCycleParams,
@@ -21,7 +22,6 @@ from infinity.config.training import (
     WarmupDecayLRParams,
     WarmupLRParams,
 )
-from infinity.config.values import Count, Weight
 from infinity.errors import ConfigError
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from infinity.errors import ConfigError
 from infinity.ops.adam import join, split
 from infinity.optim.update_rules import StepSlice
-from infinity.plan.optimizer_states import kinds_of
+from infinity.plan.request import kinds_of
 
 # Elements that are stepped at once; this bounds the fp32 copies.
 _CHUNK_NUMEL = 1 << 21

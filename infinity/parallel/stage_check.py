@@ -9,6 +9,8 @@ their names.
 
 The pass also records which modules run in front of the blocks and which behind, and how blocks answer. It runs on
 shapes alone: a model of any size, on the meta device too, takes a few seconds.
+
+Where the pipeline axis cuts a model, decided and proven before anything is allocated.
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from infinity.config import ResolvedConfig
 from infinity.errors import ConfigError, InfinityError, listed
+from infinity.log import logger
+from infinity.memory.partition import DTYPES
+from infinity.parallel.layers import PipelineModule
 from infinity.parallel.stage import FirstArgument, paths_around, position_of_use_cache
 from infinity.plan.spec import ModuleNode, UnitRules, module_tree
-from infinity.plan.stages import StageCut, cut_model
+from infinity.plan.stages import StageCut, cut_model, find_blocks
 
 # What a model that cannot be cut does instead.
 INSTEAD = "use data or tensor parallelism instead of parallel.pipeline"
@@ -427,3 +433,52 @@ def _loss_of(output: Any) -> list[Tensor]:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     tensors = [each for each in tree_leaves(output if loss is None else loss) if isinstance(each, Tensor)]
     return [each for each in tensors if each.requires_grad][:1]
+
+# Tokens of the sequence with which a cut is proven.
+_TOKENS = 8
+
+
+def cut_into_stages(
+    model: nn.Module, config: ResolvedConfig, node: ModuleNode, classes: tuple[str, ...]
+) -> StageCut | None:  # fmt: skip
+    """Return which blocks each stage runs; None where the pipeline axis has one rank.
+
+    node: the tree of what a tensor axis leaves of the model. classes: those that the model calls its blocks.
+    ConfigError for a model that cannot be cut so, which a pass on fake tensors shows before anything is allocated.
+    """
+    if isinstance(model, PipelineModule) and model.num_stages not in (None, config.pipeline):
+        raise ConfigError(
+            f"PipelineModule(num_stages={model.num_stages}) and parallel.pipeline {config.pipeline} differ: set "
+            f"parallel.pipeline (or pipeline.stages) to {model.num_stages}, or leave num_stages out"
+        )
+    if config.pipeline == 1:
+        return None
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{type(model).__name__} has an encoder and a decoder and is no causal language model: the blocks of its "
+            "decoder take what the encoder has computed beside their first argument, and nothing else crosses a "
+            f"boundary of stages: {INSTEAD}"
+        )
+    parallel = config.config.parallel
+    stages, counts = config.pipeline * parallel.virtual_stages, parallel.stages or None
+    if isinstance(model, PipelineModule):
+        return cut_model(node, model.blocks, stages, counts=counts or model.stage_counts(stages))
+    blocks = find_blocks(node, classes)
+    cut = cut_model(node, blocks, stages, counts=counts)
+    found = record_cut(model, blocks, _sample(model), DTYPES[config.compute_dtype], stages=counts)
+    if found.unproven:
+        logger.warning(
+            "the cut into stages that parallel.stages asks for is not proven, because the model does not run on shapes "
+            "alone (%s): what crosses a boundary beside the first argument of a block would be lost",
+            found.unproven,
+        )
+    cut = cut_model(node, blocks, stages, after=found.after, counts=counts)
+    return replace(cut, answers=tuple(sorted(found.answers.items())))
+
+
+def _sample(model: nn.Module) -> Mapping[str, Tensor]:
+    """A short micro-batch of a language model, of shapes alone."""
+    if not isinstance(getattr(getattr(model, "config", None), "vocab_size", None), int):
+        return {}
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="cpu")
+    return {"input_ids": tokens, "labels": tokens}

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from infinity.distributed.axis_group import AxisGroup
+from infinity.distributed.consistency import check_same_batch
 from infinity.errors import ConfigError
 from infinity.parallel import functions
+from infinity.parallel.functions import VocabularySlice, divided_loss, is_causal_loss
 from infinity.parallel.random_state import OwnNumbers, has_dropout, share_random_state
-from infinity.parallel.same_batch import check_same_batch
-from infinity.parallel.vocabulary import VocabularySlice, divided_loss, is_causal_loss
 from infinity.plan.tensor_axis import Role, TensorAxis
 
 # On the head: its `VocabularySlice`, by which `infinity.tiling` computes losses, too.

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from infinity.base.sizes import format_bytes
 from infinity.config.resolve import ResolvedConfig, changed, nested
-from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity, excesses
-from infinity.plan.fitting import lowered_in_words
-from infinity.plan.inputs import PlanInputs
+from infinity.plan.inputs import PlanInputs, lowered_in_words
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan, states_nbytes
-from infinity.plan.recomputation import repeated_blocks
+from infinity.plan.spec import repeated_blocks
 from infinity.plan.types import DTYPE_NBYTES, Tier, memory_names
 
 _ZERO = "zero_optimization"

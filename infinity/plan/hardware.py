@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from infinity.config.untrusted import read_json, reason
+from infinity.base.untrusted import read_json, reason
 from infinity.errors import ConfigError
 from infinity.plan.types import DriveRates
 

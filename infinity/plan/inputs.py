@@ -2,26 +2,186 @@
 
 The engine and the estimator make the same `PlanInputs`, so that an estimate is the plan of the run. A setting is
 renamed once on its way, in `PlanInputs.request`.
+
+Lower bounds that the configuration does not set until a plan fits.
+
+Only bounds that change speed and never results are lowered: how much is gathered at once, read ahead, kept for its next
+use or stepped at a time. Units and tiles keep the bounds that were asked for, because gradient norms are summed unit by
+unit and their bits must not depend on the machine's memory.
+
+The bound of gathered bytes is lowered first and then raised as far as there is room. If the lowest is not enough,
+smaller sub-groups and shorter prefetches are tried step by step.
+
+Memory that a training process takes beside its plan, counted before the first step.
+
+A plan counts the bytes that the engine places. A process also has the memory from before the engine, what torch and our
+libraries add in their first steps, and activations. A plan that left them out would be killed in the first backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from infinity.base.sizes import format_bytes
 from infinity.config.resolve import ResolvedConfig
 from infinity.plan.capacity import Capacity
-from infinity.plan.fitting import KEYS, fitted
-from infinity.plan.optimizer_states import OptimizerSpec, optimizer_spec
-from infinity.plan.plan import Plan, make_plan
-from infinity.plan.recomputation import checkpointed_blocks
-from infinity.plan.request import PlanRequest
-from infinity.plan.reserve import Reserve
-from infinity.plan.spec import ModelSpec, ModuleNode, UnitRules, find_units
+from infinity.plan.filling import in_process, initial_nbytes
+from infinity.plan.plan import SPLIT_NUMEL_MIN, Plan, make_plan
+from infinity.plan.request import OptimizerSpec, PlanRequest, optimizer_spec
+from infinity.plan.spec import ModelSpec, ModuleNode, UnitRules, checkpointed_blocks, find_units
 from infinity.plan.stages import PipelinePart, SplitPlan, StageCut, part_of, split_model
 from infinity.plan.tensor_axis import TensorAxis
-from infinity.plan.topology import Topology
-from infinity.plan.types import Kind, Tier
+from infinity.plan.types import DTYPE_NBYTES, Kind, Tier, Topology
+
+_ZERO = "zero_optimization"
+# Fields of a request that only bound memory -> the key that chooses each.
+KEYS = {
+    "live_numel": f"{_ZERO}.stage3_max_live_parameters", "prefetch_numel": f"{_ZERO}.stage3_prefetch_bucket_size",
+    "reuse_numel": f"{_ZERO}.stage3_max_reuse_distance", "sub_group_numel": f"{_ZERO}.sub_group_size",
+}  # fmt: skip
+# Each step takes the bounds of what is in flight down to a share of what was asked for.
+_SHARES = (1, 4, 16, 64)
+# What is gathered at once is found to one part in so many of what was asked for.
+_GRAIN = 64
+
+
+def fitted(
+    request: PlanRequest, chosen: frozenset[str], plan_of: Callable[[PlanRequest], Plan], *,
+    fits: Callable[[Plan], bool], fits_at_rest: Callable[[Plan], bool], raised: bool,
+) -> Plan:  # fmt: skip
+    """The plan that was asked for where it fits, else the first with lowered bounds that does. Where none does, the
+    smallest of them, or the one that was asked for where not even its values fit: for the caller to refuse.
+
+    chosen: fields of `KEYS` that the configuration sets; they stay. fits_at_rest: whether the bytes that a plan holds
+    under any bounds fit. raised: whether to search for the largest bounds that fit. A plan whose homes budgets find is
+    bounded by the limits already and costs several plans itself, so that one more is enough.
+    """
+    plan = plan_of(request)
+    if fits(plan) or not fits_at_rest(plan):
+        return plan
+    steps = list(_steps(request, chosen))
+    smallest = plan_of(_live(steps[-1], 1, chosen))
+    if not raised or not fits(smallest):
+        return smallest
+    for lowered in steps[:-1]:
+        plan = plan_of(_live(lowered, 1, chosen))
+        if fits(plan):
+            return plan if "live_numel" in chosen else _raised(lowered, plan, chosen, plan_of, fits)
+    return smallest if "live_numel" in chosen else _raised(steps[-1], smallest, chosen, plan_of, fits)
+
+
+def _steps(request: PlanRequest, chosen: frozenset[str]) -> Iterator[PlanRequest]:
+    """The request as it is, then with less and less in flight."""
+    for share in _SHARES:
+        split = max(request.split_numel // share, min(request.split_numel, SPLIT_NUMEL_MIN))
+        yield _lower(
+            request, chosen, split_numel=split,
+            prefetch_numel=0 if share == _SHARES[-1] else request.prefetch_numel // share,
+            # Where states do not move, a sub-group is not cut by the split.
+            sub_group_numel=request.sub_group_numel if share == 1 else min(request.sub_group_numel, 4 * split),
+        )  # fmt: skip
+
+
+def _lower(request: PlanRequest, chosen: frozenset[str], **values: Any) -> PlanRequest:
+    """The request with these values (numbers of elements), except for the chosen ones."""
+    return replace(request, **{name: value for name, value in values.items() if name not in chosen})
+
+
+def _live(request: PlanRequest, numel: int, chosen: frozenset[str]) -> PlanRequest:
+    return _lower(request, chosen, live_numel=numel, reuse_numel=min(request.reuse_numel, numel))
+
+
+def _raised(
+    request: PlanRequest, least: Plan, chosen: frozenset[str], plan_of: Callable[[PlanRequest], Plan],
+    fits: Callable[[Plan], bool],
+) -> Plan:  # fmt: skip
+    """The plan that fits with the most gathered at once, by halving."""
+    width = DTYPE_NBYTES[request.compute_dtype]
+    low = max(least.pools.gathered_nbytes // width, 1)
+    high = min(request.live_numel, sum(least.full_nbytes()) // width)
+    grain, best = max(high // _GRAIN, 1), least
+    while high - low > grain:
+        middle = (low + high) // 2
+        plan = plan_of(_live(request, middle, chosen))
+        if fits(plan):
+            low, best = middle, plan
+        else:
+            high = middle
+    return best
+
+
+def lowered_in_words(asked: PlanRequest, plan: Plan) -> str:
+    """What of the plan is lower than was asked for: "0.4 GB gathered at once instead of 2 GB, ..."; empty: nothing."""
+    made, width = plan.request, DTYPE_NBYTES[plan.request.compute_dtype]
+    parts = []
+    gathered, wanted = plan.pools.gathered_nbytes, min(asked.live_numel * width, sum(plan.full_nbytes()))
+    if made.live_numel < asked.live_numel and gathered < wanted:
+        parts.append(f"{format_bytes(gathered)} gathered at once instead of {format_bytes(wanted)}")
+    if made.prefetch_numel < asked.prefetch_numel:
+        ahead, wanted = made.prefetch_numel * width, asked.prefetch_numel * width
+        parts.append(f"{format_bytes(ahead)} read ahead instead of {format_bytes(wanted)}")
+    sizes = [min(request.sub_group_numel, request.split_numel) for request in (made, asked)]
+    if sizes[0] < sizes[1]:
+        parts.append(f"sub-groups of {sizes[0]:,} elements instead of {sizes[1]:,}")
+    return ", ".join(parts)
+
+# Memory of no file that the first steps of any model add to a process: 10 to 40 MB were measured. `OVERHEAD_NBYTES`
+# counts pages of libraries, too, which the system drops at need.
+ANONYMOUS_OVERHEAD_NBYTES = 48 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Bytes of one rank beside its plan.
+
+    taken_nbytes: in memory before the engine; what is free is without it. overhead_nbytes: what first steps add in CPU
+    memory. activation_nbytes: on the device, at the busiest moment of a micro-batch; activations: where that figure is
+    from, in words ("" while it is not known). product_nbytes: on the device, of a product of matrices that it computes
+    in a wider type. checkpoint_nbytes: activation checkpoints in CPU memory, off an
+    accelerator. gaps_nbytes: what the device's allocator takes beyond living tensors. model_dtype, model_nbytes_max:
+    what the model was built in, and how much of it lies in CPU memory at a time (None: all of it) until its partitions
+    are made.
+    """
+
+    taken_nbytes: int = 0
+    overhead_nbytes: int = 0
+    activation_nbytes: int = 0
+    activations: str = ""
+    product_nbytes: int = 0
+    checkpoint_nbytes: int = 0
+    gaps_nbytes: int = 0
+    model_dtype: str = "fp32"
+    model_nbytes_max: int | None = 0
+
+    def by_tier(self) -> dict[Tier, int]:
+        """Bytes that are still to come, by the tier that takes them."""
+        on_device = self.activation_nbytes + self.product_nbytes + self.gaps_nbytes
+        return {Tier.GPU: on_device, Tier.CPU: self.overhead_nbytes + self.checkpoint_nbytes}
+
+    def initial_nbytes(self, plan: Plan) -> int:
+        """CPU memory at the peak of filling the partitions, with what is left of the model."""
+        most = initial_nbytes(plan, model_dtype=self.model_dtype, model_nbytes_max=self.model_nbytes_max)
+        return most + self.overhead_nbytes
+
+    def peak_nbytes(self, plan: Plan) -> int:
+        """The peak of this process's anonymous memory by the plan. An accelerator's memory is not counted."""
+        accelerator, beside = plan.request.accelerator, self.by_tier()
+        training = in_process(plan.bytes_by_tier(), accelerator=accelerator)
+        training += beside[Tier.CPU] + (0 if accelerator else beside[Tier.GPU])
+        return self.taken_nbytes + max(training, self.initial_nbytes(plan))
+
+    def in_words(self) -> str:
+        """What is set aside: "50.3 MB for what a process's first steps add, ..."."""
+        parts = {
+            "for what a process's first steps add": self.overhead_nbytes,
+            f"for activations ({self.activations})": self.activation_nbytes,
+            "for products of 16-bit matrices, which this processor computes in fp32": self.product_nbytes,
+            "for activation checkpoints in CPU memory": self.checkpoint_nbytes,
+            "for gaps in the device's allocator": self.gaps_nbytes,
+        }
+        return ", ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
 
 # A bound that nothing meets.
 UNBOUNDED = 2**63 - 1

@@ -1,12 +1,15 @@
-"""Every partition of a rank: what it holds, its home and, on a drive, its extent in the tier's file of the rank."""
+"""Every partition of a rank: what it holds, its home and, on a drive, its extent in the tier's file of the rank.
+
+The order in which sub-groups are stepped, and what a window of them has in memory.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from infinity.plan.layout import SubGroup, UnitLayout
 from infinity.plan.placement import Placement
-from infinity.plan.stepping import changed_by, undoable
 from infinity.plan.types import (
     ADAM_MOMENTS,
     ArraySection,
@@ -18,6 +21,81 @@ from infinity.plan.types import (
     aligned_nbytes,
     pack_sections,
 )
+
+# Sub-groups in memory at once while stepping from NVMe: one being stepped, those being read, and two being written.
+STEP_READS = 2
+STEP_WINDOW = 1 + STEP_READS + 2
+# A step that has to wait for the norm reads its first sub-groups when the gradients of only so many units are still to
+# come: late enough that backward has fetched what it needs, early enough for the drive.
+SOON_UNITS = 2
+
+
+def step_order_of(groups: tuple[SubGroup, ...], placement: Placement, uses: tuple[int, ...]) -> tuple[int, ...]:
+    """Indices of sub-groups: first those with units that stay whole, which are up to date once a step is over (the ones
+    that go on beside its end last); then in the order in which the next forward needs their parameters, so that the
+    step may go on beside it.
+    """
+    first_use: dict[int, int] = {}
+    for position, unit in enumerate(uses):
+        first_use.setdefault(unit, position)
+    # There are thousands of sub-groups and few units.
+    ranks = [
+        (not placed.whole or placed.refreshed_apart, not placed.whole or placed.refreshed_at_use,
+         first_use.get(unit, len(uses)))
+        for unit, placed in enumerate(placement.units)
+    ]  # fmt: skip
+
+    def rank(group: SubGroup) -> tuple[bool, bool, int, int]:
+        if len(group.slices) == 1:
+            return *ranks[group.slices[0].unit], group.index
+        apart, at_use, first = zip(*(ranks[piece.unit] for piece in group.slices), strict=True)
+        return all(apart), all(at_use), min(first), group.index
+
+    return tuple(group.index for group in sorted(groups, key=rank))
+
+
+def changed_by(group: SubGroup) -> list[Key]:
+    """The partitions that a sub-group's step changes: its states, then its parameters."""
+    return [Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)]
+
+
+def undoable(group: SubGroup, placement: Placement) -> bool:
+    """Whether what a sub-group's step changes lies on NVMe, so that its old values can stay there until the step is
+    known to be wanted: such a step may begin in backward. See [Note: slots].
+    """
+    units = [placement.units[piece.unit] for piece in group.slices]
+    on_drives = placement.states[group.index].on_drive and all(unit.param.on_drive for unit in units)
+    return on_drives and not any(unit.whole for unit in units)
+
+
+def first_reads(order: Sequence[SubGroup], in_memory: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:
+    """What a step reads ahead while the last gradients are still to come: nothing where it begins with what the one
+    before has left in memory, else its first sub-groups, as many as leave room for one that the program steps itself.
+    """
+    return () if any(map(in_memory, order)) else order[: STEP_WINDOW - 1]
+
+
+def kept_of(order: Sequence[int], sizes: Mapping[int, int], room_nbytes: int) -> frozenset[int]:
+    """Sub-groups that stay in an arena from step to step: those stepped first, in what room it has beside the window of
+    those that come and go. `sizes`: bytes by index of those that live elsewhere.
+    """
+    if sum(sizes.values()) > room_nbytes:
+        room_nbytes -= STEP_WINDOW * max(sizes.values())
+    found: list[int] = []
+    for index in filter(sizes.__contains__, order):
+        room_nbytes -= sizes[index]
+        if room_nbytes < 0:
+            break
+        found.append(index)
+    return frozenset(found)
+
+
+def stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], params: dict[Key, int]) -> int:
+    """Bytes of PARAM partitions in memory while a window of consecutive sub-groups is stepped, at most."""
+    by_unit = {key.index: nbytes for key, nbytes in params.items()}
+    units = [{piece.unit for piece in groups[index].slices} & by_unit.keys() for index in order] if by_unit else []
+    windows = (set[int]().union(*units[at : at + STEP_WINDOW]) for at in range(len(units)))
+    return max((sum(by_unit[unit] for unit in window) for window in windows), default=0)
 
 
 def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -> list[tuple[Kind, str]]:

@@ -3,6 +3,15 @@
 `make_plan` is a pure function of the model specification, the topology and the request. The engine executes the plan,
 the estimator prints it, tests compare it. All sizes are this rank's; ranks differ in the content of their partitions
 only.
+
+How a plan is executed: the choices of the run that are not bytes, homes or order.
+
+`make_policy` is the only place that derives them. The engine, the simulator, the phases and the estimator read them
+from the plan, so that what is predicted is what runs, and ranks that compare plans compare them too.
+
+The parameters of a whole model, which every rank knows alike, whatever it has of the model itself.
+
+Numbers of units and of their parameters in the whole model, for what ranks of different stages tell each other.
 """
 
 from __future__ import annotations
@@ -10,28 +19,44 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
+from typing import TypeVar
 
-from infinity.config.units import format_bytes
+from infinity.base.sizes import format_bytes
 from infinity.errors import CapacityError
-from infinity.plan.auto_placement import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
 from infinity.plan.capacity import Capacity, excesses
-from infinity.plan.execution_policy import ExecutionPolicy, make_policy
-from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch
 from infinity.plan.layout import Slice, SubGroup, UnitLayout, cut_sub_groups, make_layouts
-from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
-from infinity.plan.persistent_units import always_whole, whole_units
-from infinity.plan.placement import Homes, Placement, place
-from infinity.plan.placement_search import search_placement
+from infinity.plan.partitions import (
+    STEP_WINDOW,
+    fetch_nbytes_by_unit,
+    kept_of,
+    make_partitions,
+    states_kinds,
+    step_order_of,
+    stepped_nbytes,
+    undoable,
+)
+from infinity.plan.placement import (
+    FROZEN_TRAFFIC,
+    PARAM_TRAFFIC,
+    STATES_TRAFFIC,
+    Homes,
+    Placement,
+    Value,
+    always_whole,
+    place,
+    search_placement,
+    whole_units,
+)
+from infinity.plan.pools import Scratch, around_nbytes, left_nbytes, make_scratch, tiles_in_words
 from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
 from infinity.plan.request import PlanRequest
+from infinity.plan.shards import Shard
 from infinity.plan.spec import ModelSpec
 from infinity.plan.stages import PipelinePart, step_uses
-from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes, undoable
-from infinity.plan.tile_words import around_nbytes, tiles_in_words
-from infinity.plan.topology import Topology
 from infinity.plan.types import (
     CACHE_LINE,
     DTYPE_NBYTES,
@@ -40,9 +65,55 @@ from infinity.plan.types import (
     Kind,
     PartitionSpec,
     Tier,
+    Topology,
     align_up,
     memory_names,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPolicy:
+    """One decision a field. A False is the plain way: wait for each thing where it begins."""
+
+    # Transfers between tiers run beside the computation.
+    overlap: bool
+    # Units are gathered ahead of their use, because a collective or a copy engine works meanwhile. Otherwise their
+    # partitions are only fetched ahead.
+    gather_ahead: bool
+    # Prefetches are timed in one warm step, and from then on submitted as late as those times allow.
+    time_prefetch: bool
+    # Released units keep their memory for the next gathers, within the plan's bound: where the device's memory is the
+    # process's, the system is slow to give it again.
+    retain_released: bool
+    # A forward gathers over the ranks, so that all of them have to take part in it.
+    collective_forward: bool
+    # Sub-groups that the program cannot see are stepped beside the next forward. See [Note: step behind the program].
+    step_behind: bool
+    # Some of those begin in backward, when their gradients are complete. See [Note: step in backward].
+    step_in_backward: bool
+
+
+def make_policy(
+    request: PlanRequest, topology: Topology, layouts: Sequence[UnitLayout], groups: Sequence[SubGroup],
+    placement: Placement,
+) -> ExecutionPolicy:  # fmt: skip
+    """The policy of a request whose values have these homes."""
+    several, accelerator, overlap = topology.dp > 1, request.accelerator, request.overlap
+    early = overlap and request.steps_early and not placement.grad_whole
+    gathers = not all(placed.whole for placed in placement.units)
+    on_drive = any(home.on_drive for home in placement.states) or any(
+        placed.param.on_drive and layout.numel for layout, placed in zip(layouts, placement.units, strict=True)
+    )
+    return ExecutionPolicy(
+        overlap=overlap,
+        gather_ahead=overlap and (several or accelerator),
+        time_prefetch=overlap and gathers,
+        retain_released=not accelerator,
+        collective_forward=several and gathers,
+        # There is something to gain where bytes move: to a drive, or to a device that computes.
+        step_behind=overlap and (accelerator or on_drive),
+        step_in_backward=early and any(undoable(group, placement) for group in groups),
+    )
 
 # The smallest sub-group that a budget cuts such states into.
 SPLIT_NUMEL_MIN = 1 << 16
@@ -268,7 +339,7 @@ class Plan:
     def bytes_by_tier(self) -> dict[Tier, dict[Kind, int]]:
         """Bytes that this rank holds on each tier, by kind, at most; POOL is space reserved for moves.
 
-        A bound of every phase of training (see `infinity.simulator.phases`), to which activations come.
+        A bound of every phase of training (see `estimators.phases`), to which activations come.
         """
         table = self.bytes_at_home()
         _add(table, Tier.GPU, Kind.FULL, self.pools.gathered_nbytes)
@@ -540,3 +611,108 @@ def _staged_nbytes(group: SubGroup, placement: Placement, request: PlanRequest) 
 
 def _in_device_tensors(home: Tier, request: PlanRequest) -> bool:
     return home.on_device or (request.unified and not home.on_drive)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParam:
+    """A parameter: its shape before a tensor axis cuts it by `shard`, its dtype, its optimizer parameter group when the
+    plan was made (-1 for one that is frozen).
+
+    holders: the pipeline indices of the ranks that have it, in order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+    shard: Shard | None
+    holders: tuple[int, ...]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it has gradients and optimizer states."""
+        return self.group >= 0
+
+
+def model_params(plan: Plan) -> dict[str, ModelParam]:
+    """Return the parameters of the model by name, in the order of its units; one in tiles once, at its last."""
+    part = plan.pipeline
+    found: dict[str, ModelParam] = {}
+    for param in _own(plan) if part is None else _of_all_stages(part):
+        found.pop(param.name, None)
+        found[param.name] = param
+    return found
+
+
+def _own(plan: Plan) -> Iterator[ModelParam]:
+    for layout in plan.layouts:
+        for slot in layout.slots:
+            yield ModelParam(slot.name, slot.whole_shape, layout.dtype, slot.group, slot.shard, (0,))
+
+
+def _of_all_stages(part: PipelinePart) -> Iterator[ModelParam]:
+    for number, unit in enumerate(part.split.units):
+        holders = part.split.holders(number)
+        for spec in unit.params:
+            shape = spec.shape if spec.shard is None else spec.shard.whole_shape(spec.shape)
+            yield ModelParam(spec.name, shape, unit.dtype, spec.group, spec.shard, holders)
+
+
+def place_of_buffer(plan: Plan, name: str) -> int:
+    """Return the pipeline index of the rank whose copy of a buffer counts: the first of those that run its module."""
+    return 0 if plan.pipeline is None else plan.pipeline.split.place_of(name.rpartition(".")[0])
+
+
+_Value = TypeVar("_Value")
+
+
+class UnitNumbers:
+    """The place of a rank's units among all units of the model. Without a pipeline both are the same."""
+
+    def __init__(self, plan: Plan) -> None:
+        part = plan.pipeline
+        if part is None:
+            numbers, params = tuple(range(len(plan.layouts))), [len(layout.slots) for layout in plan.layouts]
+        else:
+            numbers, params = part.numbers, [len(unit.params) for unit in part.split.units]
+        # Units of the whole model.
+        self.count = len(params)
+        self._numbers = numbers
+        self._offsets = [*accumulate(params, initial=0)]
+        self._told_elsewhere = plan.told_elsewhere
+        # Units of other stages, each with its number.
+        self._others = [] if part is None else [
+            (number, unit) for number, unit in enumerate(part.split.units) if number not in set(numbers)
+        ]  # fmt: skip
+
+    def number(self, unit: int) -> int:
+        """Return the number in the whole model of a unit of this rank's plan."""
+        return self._numbers[unit]
+
+    def tells(self, unit: int) -> bool:
+        """Return whether this rank, of those along the pipeline axis, speaks for a unit of its plan."""
+        return unit not in self._told_elsewhere
+
+    def flags(self, mine: Mapping[int, Sequence[bool]]) -> list[bool]:
+        """Return a flag for each parameter of the whole model: this rank's by unit of its plan, False elsewhere."""
+        found = [False] * self._offsets[-1]
+        for unit, flags in mine.items():
+            at = self._offsets[self._numbers[unit]]
+            found[at : at + len(flags)] = flags
+        return found
+
+    def names_elsewhere(self, flags: Sequence[bool]) -> frozenset[str]:
+        """Return the names of the parameters that only other stages have and whose flag, in a list by parameter of the
+        whole model, is set.
+        """
+        return frozenset(
+            spec.name
+            for number, unit in self._others
+            for spec, flag in zip(unit.params, flags[self._offsets[number] :], strict=False)
+            if flag
+        )
+
+    def of_unit(self, values: Sequence[_Value], unit: int) -> list[_Value]:
+        """Return what a list by parameter of the whole model has of a unit of this rank's plan."""
+        at = self._numbers[unit]
+        return list(values[self._offsets[at] : self._offsets[at + 1]])

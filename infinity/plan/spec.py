@@ -4,22 +4,53 @@
 the estimator builds the same `ModuleNode` tree from hyper-parameters. `find_units` then cuts the tree without a wrap
 policy: repeated blocks first, then recursion until a unit is under its size bound. A data-dependent module (a mixture
 of experts) is never cut, so that no rank waits for a gather that another rank never starts. A weight that alone is
-beyond what may be gathered becomes several units, its tiles: see `infinity.plan.tiles`.
+beyond what may be gathered becomes several units, its tiles: see `infinity.plan.spec`.
+
+Tiles: a weight too large to gather is cut along its rows, and used a tile at a time.
+
+Rows are the first dimension, so that a tile is one range of the tensor in memory order. Each tile is a unit of its own:
+gathered, used, reduced and stored as any other. Only weights that linear layers and embeddings use are cut, because
+those use each row on its own: outputs of a linear layer come one behind the other, and a lookup needs the rows that it
+names.
+
+Which modules are computed again in backward: the blocks that a model repeats.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from infinity.config.resolve import ResolvedConfig
 from infinity.errors import ConfigError
 from infinity.plan.prefetch import UnitAccess
 from infinity.plan.shards import Replica, Shard
-from infinity.plan.tiles import cut_rows, may_be_cut
 from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES
+
+# Of a loss in tiles, tokens of a tile and words of a block of the vocabulary: 16 MiB of logits in fp32.
+TILE_TOKENS = 1024
+TILE_WORDS = 4096
+# Class names of modules whose attribute `weight` may be cut.
+_CUT = ("Linear", "Embedding")
+
+
+def may_be_cut(class_name: str, attribute: str, shape: tuple[int, ...]) -> bool:
+    """Whether a module of this class uses its parameter row by row."""
+    return class_name in _CUT and attribute == "weight" and len(shape) == 2
+
+
+def cut_rows(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[int, int]]:
+    """(first element, elements) of tiles of whole rows: near-equal ones, each of at most `numel_max` elements or of one
+    row.
+    """
+    rows, width = shape[0], math.prod(shape[1:])
+    count = -(-rows // max(numel_max // max(width, 1), 1))
+    each = -(-rows // count)
+    for row in range(0, rows, each):
+        yield row * width, min(each, rows - row) * width
 
 _DTYPE_NAMES = {theirs: name for name, theirs in TORCH_NAMES.items()}
 # Class names of modules whose forward chooses parameters by the data.
@@ -33,7 +64,7 @@ _REPLICATED = {Replica.NONE: "", Replica.SAME: " (replicated)", Replica.PARTIAL:
 # A weight is cut into more tiles than this only where these are larger: less saves no memory that counts.
 _TILES_MAX = 256
 _TILE_NUMEL_TINY = 1 << 16
-# Attribute of a module that the program wants as one unit: see `infinity.zero.leaf_modules`.
+# Attribute of a module that the program wants as one unit: see `infinity.zero.parameter`.
 LEAF_MARK = "_infinity_leaf"
 
 
@@ -435,3 +466,35 @@ def _hooked(root: ModuleNode, rules: UnitRules) -> dict[str, list[tuple[str, boo
 
     visit(root, root.path, leaf=False, shared=False)
     return hooked
+
+
+def repeated_blocks(root: ModuleNode, *, classes: Collection[str] = (), every: int = 1) -> tuple[str, ...]:
+    """Paths of every `every`-th repeated block, the first one included, in the order of the tree.
+
+    A block is one of several modules of one class that stand side by side, or of a class that the model names as its
+    block (`classes`); it has modules of its own, or is a member of a list. What is repeated inside a block is part of
+    it, unless the model names that (an encoder and a decoder of one class). A module without parameters is none: there
+    is nothing to keep it apart from a function.
+    """
+    found: list[str] = []
+
+    def visit(node: ModuleNode) -> None:
+        members = [child for child in node.children.values() if child.all_params()]
+        names = [child.class_name for child in members]
+        for child in members:
+            repeated = names.count(child.class_name) > 1 and (node.is_container or bool(child.children))
+            named = child.class_name in classes
+            repeated = repeated and not any(below.class_name in classes for below in child.walk())
+            if not child.is_container and (named or repeated):
+                found.append(child.path)
+            else:
+                visit(child)
+
+    visit(root)
+    return tuple(found[::every])
+
+
+def checkpointed_blocks(config: ResolvedConfig, node: ModuleNode, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Paths of the blocks that the configuration has computed again in backward. classes: the model's own blocks."""
+    every = config.config.activation_checkpointing.every
+    return repeated_blocks(node, classes=classes, every=every) if every else ()

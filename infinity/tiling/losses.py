@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, StateError
-from infinity.plan.tiles import TILE_TOKENS
+from infinity.plan.spec import TILE_TOKENS
 from infinity.tiling.sequences import tiled_cross_entropy, tiled_mlp
 
 

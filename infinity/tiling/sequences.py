@@ -3,7 +3,7 @@
 The inner activations of each MLP, and the logits with their gradient, take most of a long sequence's memory, and live
 shortly. Both are computed here tile by tile along the sequence, and again in backward, so that only one tile is in
 memory at a time. Partitioned weights are gathered once for the whole call in forward, and once in backward; the tiles
-of a weight that is itself in tiles (`infinity.zero.weight_tiles`) are gathered once each.
+of a weight that is itself in tiles (`infinity.zero.tiles`) are gathered once each.
 
 The loss never has a whole row of logits: it walks over blocks of the vocabulary and keeps each token's maximum and sum
 of exponentials (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.plan.tiles import TILE_TOKENS, TILE_WORDS
+from infinity.plan.spec import TILE_TOKENS, TILE_WORDS
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.hooks import register_post_backward, register_pre_backward
-from infinity.zero.weight_tiles import ProductSum, Tile, Tiles, tiles_of
+from infinity.zero.tiles import ProductSum, Tile, Tiles, tiles_of
 
 
 def tiled_mlp(
@@ -75,7 +75,7 @@ def tiled_cross_entropy(
     as plain layers give them; everything is summed in fp32.
 
     vocabulary: of a head that holds a slice of the words, the rest being other ranks': how to combine with them
-    (`infinity.parallel.vocabulary.VocabularySlice`); by default the one that the tensor axis has put on the head. The
+    (`infinity.parallel.functions.VocabularySlice`); by default the one that the tensor axis has put on the head. The
     call is then collective, and labels count in the whole vocabulary.
     """
     if not isinstance(head, nn.Linear):

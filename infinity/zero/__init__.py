@@ -13,7 +13,7 @@ _PUBLIC = {
     "Init": "infinity.engine.model_init", "GatheredParameters": "infinity.engine.initialize",
     **dict.fromkeys(
         ("get_z3_leaf_modules", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module"),
-        "infinity.zero.leaf_modules",
+        "infinity.zero.parameter",
     ),
 }  # fmt: skip
 

@@ -23,8 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from infinity.errors import ConfigError
-from infinity.memory.activation_tier import ActivationTier
-from infinity.memory.saved_tensor import SavedTensor
+from infinity.memory.activation_tier import ActivationTier, SavedTensor
 from infinity.zero.hooks import replace_tensors
 
 # Arguments that make a block fill a cache; a recomputed block would fill it twice.

@@ -33,7 +33,7 @@ from infinity.log import logger, warn_once
 from infinity.plan.plan import Plan
 from infinity.zero.activation_checkpoint import OffloadedForward, Recomputed, Replaced
 from infinity.zero.hooks import ModuleHooks, not_compiled
-from infinity.zero.weight_tiles import TiledParameter
+from infinity.zero.tiles import TiledParameter
 
 # Compiles a function, with the options that a program has given.
 Compiler = Callable[[Callable[..., Any]], Any]

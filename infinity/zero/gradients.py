@@ -4,34 +4,219 @@ A unit's gradients are collected when the last module call that used it has run 
 this rank's GRAD partition, and accumulate there until the step. Where one rank has no gradient and another has, it
 counts as zero. At stages 0 and 1, or where one sum a step is asked for, gradients accumulate whole on the device and
 are reduced at the boundary.
+
+This rank's GRAD partitions: gradients are put there as they arrive, and read there by the optimizer.
+
+Whole gradients on the device, where they accumulate until the step: see `placement.sums_at_boundary`.
+
+Gradients that autograd leaves on parameters which are not trained.
+
+Finds where a gradient that is not finite appeared first. Runs for skipped steps only, so it may read everything.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from infinity.base import trace
+from infinity.base.transfer import Transfer
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
-from infinity.distributed.process_groups import ProcessGroups
+from infinity.distributed.collectives import Reduction, exchange
+from infinity.distributed.groups import ProcessGroups
+from infinity.errors import StateError
 from infinity.memory.ledger import Ledger
-from infinity.memory.partition import DTYPES
+from infinity.memory.partition import DTYPES, Partition
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
-from infinity.observability import trace
 from infinity.plan.plan import Plan
 from infinity.plan.shards import Replica
-from infinity.zero.frozen_gradients import FrozenGradients
-from infinity.zero.gradient_partitions import GradientPartitions
-from infinity.zero.reducer import Reducer
-from infinity.zero.reduction_order import ReductionOrders
+from infinity.plan.types import Kind, Tier
+from infinity.zero.reduction import Reducer, ReductionOrders
 from infinity.zero.unit import Unit
-from infinity.zero.whole_gradients import WholeGradients
+
+
+class _Arrival(NamedTuple):
+    """Copies from the device into a unit's partition, and the lease of the partition that they need."""
+
+    unit: Unit
+    partition: Partition
+    lease: ExitStack
+    copies: list[Transfer]
+
+
+class GradientPartitions:
+    """Replaces or adds to partitions. Copies from the device run beside the computation; they arrive in their order."""
+
+    def __init__(self, store: TieredStore, device: Device) -> None:
+        self._store = store
+        self._device = device
+        self._arriving: deque[_Arrival] = deque()
+
+    @contextmanager
+    def read(self, unit: Unit) -> Iterator[Tensor]:
+        """A unit's partition [numel / parts] in the gradients' dtype, for reading."""
+        with self._store.read(unit.grad_key) as (partition,):
+            yield partition.view(Kind.GRAD)
+
+    @contextmanager
+    def write(self, unit: Unit) -> Iterator[Tensor]:
+        """The same for writing."""
+        with self._store.write(unit.grad_key) as (partition,):
+            yield partition.view(Kind.GRAD)
+
+    def put_sums(self, unit: Unit, reduced: Reduction, *, first: bool) -> None:
+        """Replace (`first`) or add this rank's slice of a sum over ranks."""
+        with self._beginning(unit) as (target, copies, before), trace.span(trace.COPY, "sum"):
+            if first and not self._device.is_accelerator:
+                reduced.leave_in(target)
+                return
+            for begin, piece in reduced.sums():
+                copies.append(self._put(target[begin:][: piece.numel()], piece, first, before))
+
+    def put_own(self, unit: Unit, *, first: bool) -> None:
+        """Replace or add the gradients on the unit's parameters, of a rank that is alone. Without one it is zero."""
+        with self._beginning(unit) as (target, copies, before):
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+                piece = target[slot.offset : slot.offset + slot.numel]
+                if param.grad is not None:
+                    copies.append(self._put(piece, param.grad.reshape(-1), first, before))
+                elif first:
+                    piece.zero_()
+
+    def put_zero(self, unit: Unit) -> None:
+        """Replace a unit's gradients by zero."""
+        with self._beginning(unit) as (target, *_):
+            target.zero_()
+
+    def arrive(self, *, wait: bool = False) -> list[Unit]:
+        """End copies, in their order: those that are over, or all of them to `wait`. Returns the units whose gradients
+        have arrived with them.
+        """
+        arrived: list[Unit] = []
+        while self._arriving and (wait or all(copy.done() for copy in self._arriving[0].copies)):
+            each = self._arriving.popleft()
+            with each.lease, trace.span(trace.WAIT, "copy from the device", each.unit.grad_key):
+                for copy in each.copies:
+                    self._device.arrived(copy)
+            arrived.append(each.unit)
+        return arrived
+
+    @contextmanager
+    def _beginning(self, unit: Unit) -> Iterator[tuple[Tensor, list[Transfer], list[Transfer]]]:
+        """(the partition to write, the copies that the block adds, the unit's copies that are still arriving). All of
+        them hold the lease until `arrive`.
+        """
+        earlier = next((each for each in self._arriving if each.unit is unit), None)
+        copies: list[Transfer] = []
+        before: list[Transfer] = []
+        with ExitStack() as lease:
+            if earlier is None:
+                (partition,) = lease.enter_context(self._store.write(unit.grad_key))
+            else:
+                self._arriving.remove(earlier)
+                lease.push(earlier.lease)
+                partition, before = earlier.partition, earlier.copies
+            yield partition.view(Kind.GRAD), copies, before
+            self._arriving.append(_Arrival(unit, partition, lease.pop_all(), copies + before))
+
+    def _put(self, target: Tensor, source: Tensor, first: bool, before: Sequence[Transfer]) -> Transfer:
+        """Replace or add, in the target's dtype, across devices."""
+        return self._device.copy(target, source) if first else self._device.add(target, source, before)
+
+
+class WholeGradients:
+    """One buffer [numel] for each unit, booked in the ledger."""
+
+    def __init__(self, units: Sequence[Unit], dtype: torch.dtype, *, device: Device, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._device = device
+        self._dtype = dtype
+        self._buffers: dict[Unit, Tensor] = {}
+        for unit in units:
+            self._make(unit)
+
+    def __getitem__(self, unit: Unit) -> Tensor:
+        if unit not in self._buffers:
+            self._make(unit)
+        return self._buffers[unit]
+
+    def _make(self, unit: Unit) -> None:
+        nbytes = unit.layout.numel * self._dtype.itemsize
+        with self._ledger.taking(Tier.GPU, {Kind.FULL_GRAD: nbytes}, f"whole gradients of {unit.layout.name}"):
+            self._buffers[unit] = self._device.empty(unit.layout.numel, self._dtype)
+
+    def add(self, unit: Unit, *, first: bool) -> None:
+        """Add the gradients on a unit's parameters. The first ones of a step replace what was there."""
+        buffer = self[unit]
+        if first:
+            buffer.zero_()
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            if param.grad is not None:
+                piece = buffer[slot.offset : slot.offset + slot.numel]
+                grad = param.grad.reshape(-1)
+                if first:
+                    piece.copy_(grad)
+                else:
+                    self._device.add(piece, grad)
+
+    def close(self) -> None:
+        """Return the buffers. One that is asked for again is made anew."""
+        for buffer in self._buffers.values():
+            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
+        self._buffers.clear()
+
+
+class FrozenGradients:
+    """Drops the gradients of parameters that no parameter group has, and refuses those of thawed ones, and all of them
+    in an engine without an optimizer: they would be dropped where a program expects to train with them.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, trains: bool) -> None:
+        slots = [
+            (slot.name, param)
+            for unit in units
+            if not unit.layout.trainable
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True)
+        ]
+        self._trains = trains
+        # Frozen by the choice of parameter groups; autograd fills their gradients all the same.
+        self._unwanted = [param for _, param in slots if param.requires_grad and trains]
+        # These required no gradient when the plan was made, which has no place for one and no optimizer states.
+        self._frozen = [
+            (name, param) for name, param in slots
+            if not (param.requires_grad and trains) and param.is_floating_point()
+        ]  # fmt: skip
+
+    def drop(self) -> None:
+        """Drop what the latest backward has left. StateError if a frozen parameter has got a gradient."""
+        for param in self._unwanted:
+            param.grad = None
+        refused = [name for name, param in self._frozen if param.grad is not None]
+        if not refused:
+            return
+        for _, param in self._frozen:
+            param.grad = None
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        if not self._trains:
+            raise StateError(
+                f"{refused[0]}{more} has a gradient, and this engine was made without an optimizer: it keeps no "
+                "gradients. Run the model under torch.no_grad(), freeze it with model.requires_grad_(False) where "
+                "gradients are to flow through it, or name an optimizer in the configuration to train it"
+            )
+        raise StateError(
+            f"{refused[0]}{more} did not require a gradient when the engine was made and has no "
+            "optimizer states, but has a gradient now: set requires_grad back to False, or "
+            "call infinity.initialize() with it trainable and freeze it until you want it, which is always possible"
+        )
 
 
 class GradientSink(Protocol):
@@ -374,3 +559,41 @@ def _nonfinite_in(unit: Unit, values: Tensor, first: int) -> int | None:
         if not math.isfinite(piece.sum(dtype=torch.float64).item()):
             return unit.layout.slots.index(overlap.slot)
     return None
+
+# What is said where every gradient is finite.
+NOWHERE = "of no parameter"
+_NOWHERE = math.inf
+
+
+def first_nonfinite(gradients: Gradients, group: AxisGroup, *, loss_is_finite: bool) -> str:
+    """Return, in words, the first parameter in the order of backward whose gradient is not finite, and its rank.
+    Collective. The rank is known if gradients are whole until the boundary, and otherwise by its loss.
+    """
+    at, slot_at, name = _NOWHERE, -1, ""
+    for index, unit in enumerate(gradients.order):
+        found = gradients.nonfinite_slot(unit)
+        if found is not None:
+            at, slot_at, name = index, found, unit.layout.slots[found].name
+            break
+    rows = exchange(
+        [float(at), float(slot_at), float(not loss_is_finite)], group,
+        "search for what is not finite",
+    )  # fmt: skip
+    place = min(row[0] for row in rows)
+    if place == _NOWHERE:
+        return NOWHERE
+    slot_at = int(max(row[1] for row in rows if row[0] == place))
+    name = gradients.order[int(place)].layout.slots[slot_at].name
+    if group.size == 1:
+        return name
+    losses = [rank for rank, row in zip(group.members, rows, strict=True) if row[2]]
+    if losses:
+        return f"{name}, on rank {_listed(losses)}, where the loss is not finite"
+    if gradients.whole:
+        there = [rank for rank, row in zip(group.members, rows, strict=True) if row[0] == place]
+        return f"{name}, on rank {_listed(there)}"
+    return f"{name}, in the sum over ranks (every loss is finite)"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -16,8 +16,15 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.errors import StateError
-from infinity.zero.other_stages import is_elsewhere
-from infinity.zero.parameter import SAVE_PRETRAINED, STATE_DICT, is_released, is_writable, name_of, owner_of
+from infinity.zero.parameter import (
+    SAVE_PRETRAINED,
+    STATE_DICT,
+    is_elsewhere,
+    is_released,
+    is_writable,
+    name_of,
+    owner_of,
+)
 
 _NAME = "_infinity_engine"
 _PARTS = "_infinity_parts"

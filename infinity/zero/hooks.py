@@ -26,11 +26,9 @@ from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import on_any_rank
 from infinity.errors import StateError
 from infinity.plan.stages import StageEnd
-from infinity.zero.coordinator import Coordinator
+from infinity.zero.coordinator import Coordinator, ModuleCall
 from infinity.zero.guards import ModelGuards
-from infinity.zero.module_calls import ModuleCall
-from infinity.zero.other_stages import is_elsewhere
-from infinity.zero.parameter import name_of, whole_of
+from infinity.zero.parameter import is_elsewhere, name_of, whole_of
 from infinity.zero.unit import Unit
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -57,7 +55,7 @@ class ModuleHooks:
         self._stack: list[tuple[nn.Module, ModuleCall]] = []
         wanted: dict[str, list[Unit]] = {"": []}
         for unit in units:
-            # Tiles are gathered one after the other while the module runs: see `infinity.zero.weight_tiles`.
+            # Tiles are gathered one after the other while the module runs: see `infinity.zero.tiles`.
             for path in () if unit.layout.is_tile else unit.layout.modules:
                 wanted.setdefault(path, []).append(unit)
         self._standing: dict[nn.Module, _Standing] = {}

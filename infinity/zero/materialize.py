@@ -6,6 +6,8 @@ freed as soon as its unit has its partitions.
 
 The model comes in with whole parameters. Where the tensor axis cuts one, the partition takes the elements of this
 rank's shard, in the shard's order, and the parameter has the shard's shape from then on.
+
+A model's units, made of its plan and its parameters.
 """
 
 from __future__ import annotations
@@ -18,23 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from infinity.distributed import collectives
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import on_any_rank
-from infinity.distributed.process_groups import ProcessGroups
+from infinity.distributed.groups import ProcessGroups
 from infinity.log import PhaseProgress
-from infinity.memory.master_weights import store_masters
+from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES, Partition
-from infinity.memory.shard_copy import gather_shard, read_shard
+from infinity.memory.shard_copy import gather_shard, read_shard, store_masters
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import trim
 from infinity.plan.filling import FILL_NUMEL
 from infinity.plan.layout import Overlap, Slice, Slot, SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.shards import Range, whole_range
-from infinity.plan.spec import ParamSpec
+from infinity.plan.spec import ModelSpec, ParamSpec
 from infinity.plan.types import Key, Kind
-from infinity.zero import parameter
+from infinity.zero import parameter, tiles
+from infinity.zero.coordinator import Coordinator
 from infinity.zero.deferred_init import DeferredInit
-from infinity.zero.other_stages import leave_to_others
+from infinity.zero.parameter import leave_to_others
 from infinity.zero.unit import Unit
 
 # How often the C library is asked to return the parameters' memory to the system.
@@ -292,3 +297,38 @@ def _detach_data(param: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype
     if parameter.is_released(param):
         parameter.restore(param, stand_in)
     parameter.release(param, stand_in)
+
+
+def make_units(
+    model: nn.Module, plan: Plan, *, store: TieredStore, device: Device, group: AxisGroup, ledger: Ledger
+) -> list[Unit]:
+    """Return the units of a model in the plan's order. group: the ranks that share the partitions of a unit."""
+    by_name = dict(model.named_parameters())
+    return [
+        Unit(
+            layout, placed, tiles.params_of(layout, by_name), store=store, device=device, group=group,
+            ledger=ledger,
+        )  # fmt: skip
+        for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
+    ]
+
+
+def taken_in_order(model: nn.Module, units: ModelSpec) -> list[tuple[nn.Parameter, ParamSpec, int]]:
+    """Return each parameter of a whole model once, with its specification and the number of its (first) unit, in the
+    order in which all ranks take them in, whatever they have of the model.
+    """
+    by_name = dict(model.named_parameters())
+    found: dict[str, tuple[nn.Parameter, ParamSpec, int]] = {}
+    numbered = sorted(enumerate(units.units), key=lambda each: each[1].trainable)
+    for number, unit in numbered:
+        for spec in unit.params:
+            found.setdefault(spec.name, (by_name[spec.name], spec, number))
+    return [*found.values()]
+
+
+def attach_units(units: Sequence[Unit], coordinator: Coordinator) -> None:
+    """Let the coordinator bring each parameter that a program uses."""
+    for unit in units:
+        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+            parameter.attach(param, coordinator, slot.name)
+    tiles.adopt_tiles(units, coordinator)

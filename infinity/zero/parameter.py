@@ -4,15 +4,30 @@ While released, `param.data` is a NaN scalar expanded to the logical shape, and 
 `ReleasedParameter`, whose `__torch_function__` answers questions about shape, dtype, gradient and hooks, and passes
 every other use to the parameter's owner. The owner either makes the parameter whole (a forward is running, or the
 model is being built) or raises an error that names the parameter and the fix. `isinstance(p, nn.Parameter)` stays true.
+
+What programs written for DeepSpeed read from a parameter and from an optimizer, while they believe it is there.
+
+A program that sees `ds_id` on a parameter imports deepspeed. So the attributes exist only where the conventions ask for
+them (`infinity.config.Conventions.parameter_attributes`); an engine's own code reads none of them.
+
+Parameters of a pipeline's other stages: they keep their names and shapes in the model, and have no values here.
+
+Modules that a program wants gathered as one unit, whatever they call inside: DeepSpeed's leaf modules.
+
+A mark on the module, which cutting into units reads beside `zero_optimization.leaf_module`; so it is set before
+`infinity.initialize`.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -20,7 +35,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_default_nowrap_functions
 
+from infinity.errors import ConfigError, StateError
 from infinity.log import warn_once
+from infinity.plan.spec import LEAF_MARK
 
 # Uses that ask for every value of a model at once.
 STATE_DICT, SAVE_PRETRAINED = "state_dict()", "save_pretrained()"
@@ -28,7 +45,7 @@ WHOLE_MODEL_USES = (STATE_DICT, SAVE_PRETRAINED)
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether a parameter has its data, under DeepSpeed's names: see `infinity.zero.foreign_attributes`."""
+    """Whether a parameter has its data, under DeepSpeed's names: see `infinity.zero.parameter`."""
 
     # Its data is there, whole.
     AVAILABLE = 1
@@ -38,7 +55,7 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-# What `infinity.zero.foreign_attributes` gives to a parameter.
+# What `infinity.zero.parameter` gives to a parameter.
 FOREIGN_ATTRIBUTES = ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_active_sub_modules", "partition_numel")
 
 
@@ -159,7 +176,7 @@ def attach(param: nn.Parameter, keeper: ParamOwner, name: str = "") -> None:
 
 
 def give_to(param: nn.Parameter, access: object) -> None:
-    """Remember the `infinity.zero.param_access.ParamAccess` of the engine that trains a parameter of the model."""
+    """Remember the `infinity.zero.access.ParamAccess` of the engine that trains a parameter of the model."""
     param.__dict__["_infinity_owner"] = access
 
 
@@ -257,3 +274,175 @@ def kept(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
             yield from kept(value, {})
         elif isinstance(value, dict):
             yield from kept((), value)
+
+
+_ids = itertools.count()
+
+
+def publish(param: nn.Parameter, *, parts: int) -> None:
+    """Give a parameter `ds_id`, `ds_numel`, `ds_shape`, `ds_status`, `partition_numel()`, `ds_active_sub_modules`.
+
+    parts: how many ranks share it. A second call keeps the id. `infinity.zero.parameter.forget` takes them away.
+    """
+    param.__dict__.update(
+        ds_id=param.__dict__["ds_id"] if "ds_id" in param.__dict__ else next(_ids), ds_numel=param.numel(),
+        ds_shape=param.shape, partition_numel=partial(math.ceil, param.numel() / parts), ds_active_sub_modules=set(),
+        # While the parameter is released, its class says otherwise.
+        ds_status=ZeroParamStatus.AVAILABLE,
+    )  # fmt: skip
+
+
+def publish_model(model: nn.Module, *, parts: int) -> None:
+    """Publish every parameter of a model, and give its modules `ds_external_parameters()`."""
+    for param in model.parameters():
+        publish(param, parts=parts)
+    for module in model.modules():
+        module.__dict__["ds_external_parameters"] = _no_external_parameters
+
+
+def _no_external_parameters() -> Iterable[tuple[str, nn.Parameter]]:
+    """Every parameter is gathered where its data is used, so no module has to name those of others."""
+    return ()
+
+
+class ParameterOffload:
+    """What DeepSpeed's optimizer keeps of its hooks, for programs that take them off around `generate`.
+
+    Such a program (TRL) gathers all parameters, removes `forward_hooks` and `backward_hooks`, and registers the module
+    again afterwards. The engine's hooks stay: within a block that holds all parameters they gather nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        # Nothing that could be removed. The program assigns empty lists of its own.
+        self.forward_hooks: list[object] = []
+        self.backward_hooks: list[object] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Do nothing: the hooks are still there."""
+
+
+class OtherStage:
+    """The owner of a parameter that ranks of other stages have."""
+
+    # No operation brings it here.
+    gathers_on_use = False
+
+    def __init__(self, holders: Sequence[int]) -> None:
+        """holders: the pipeline indices of those ranks."""
+        self._holders = tuple(holders)
+
+    def materialize(self, params: list[nn.Parameter], use: str) -> None:
+        """Raise StateError: a program on this rank cannot use them."""
+        places = " and ".join(f"pp {index}" for index in self._holders)
+        raise StateError(
+            f"{name_of(params[0])} belongs to another stage of the pipeline, on the ranks at {places}, and "
+            f"{use} needs its data here: train with engine.train_batch(batches) and evaluate with "
+            "engine.eval_batch(batches), which run all stages; engine.state_dict(), engine.export(folder) and "
+            "infinity.state(param) put whole values together"
+        )
+
+
+def leave_to_others(param: nn.Parameter, name: str, holders: Sequence[int], stand_in: torch.Tensor) -> None:
+    """Free a parameter's memory for good. stand_in: see `parameter.release`, of the shape that it has on its ranks."""
+    if is_released(param):
+        restore(param, stand_in)
+    release(param, stand_in)
+    attach(param, OtherStage(holders), name)
+
+
+def is_elsewhere(param: nn.Parameter) -> bool:
+    """Return whether ranks of other stages have a parameter, and this one has not."""
+    return is_kept(param) and isinstance(owner_of(param), OtherStage)
+
+Kinds = type[nn.Module] | str | Iterable[type[nn.Module] | str]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Kinds, raise_if_not_found: bool = True
+) -> list[nn.Module]:  # fmt: skip
+    """Have every module of these classes fetched as one unit at stage 3; return the modules.
+
+    leaf_module_classes: classes (their subclasses count), or names of classes, with or without their module. For a
+    module that chooses by the data which of its members run, such as a mixture of experts: all ranks gather it whole
+    then. Known kinds of such modules are found without it.
+
+    Raises ConfigError where the model has no such module, StateError after `infinity.initialize`.
+    """
+    return _mark_kinds(model, leaf_module_classes, marked=True, needed=raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Kinds, raise_if_not_found: bool = True
+) -> list[nn.Module]:  # fmt: skip
+    """Undo `set_z3_leaf_modules` for the modules of these classes; return the modules. It raises the same errors."""
+    return _mark_kinds(model, leaf_module_classes, marked=False, needed=raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Do the same as `set_z3_leaf_modules` for modules by their full names; return the modules, and the names that the
+    model has not, which are a ConfigError if `raise_if_not_found`.
+    """
+    return _mark_named(model, module_names, str.__eq__, needed=raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Do the same as `set_z3_leaf_modules_by_name` for modules whose full names end in one of these."""
+    return _mark_named(model, module_name_suffixes, str.endswith, needed=raise_if_not_found)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that `set_z3_leaf_modules` has marked."""
+    return [module for module in model.modules() if module.__dict__.get(LEAF_MARK, False)]
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    """Return whether `set_z3_leaf_modules` has marked the module."""
+    return bool(module.__dict__.get(LEAF_MARK, False))
+
+
+def _mark_kinds(model: nn.Module, given: Kinds, *, marked: bool, needed: bool) -> list[nn.Module]:
+    kinds = [given] if isinstance(given, type | str) else list(given)
+    found = [module for module in model.modules() if any(_is_of(module, kind) for kind in kinds)]
+    if not found and needed:
+        names = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in kinds) or "no class"
+        raise ConfigError(
+            f"leaf modules: {type(model).__name__} has no module of {names}; its classes are "
+            + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        )
+    return _mark(model, found, marked=marked)
+
+
+def _mark_named(
+    model: nn.Module, given: Iterable[str], matches: Callable[[str, str], bool], *, needed: bool
+) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
+    wanted, named = list(given), dict(model.named_modules())
+    missing = [name for name in wanted if not any(matches(path, name) for path in named)]
+    if missing and needed:
+        raise ConfigError(f"leaf modules: {type(model).__name__} has no module {missing[0]!r}; see named_modules()")
+    found = [module for path, module in named.items() if any(matches(path, name) for name in wanted)]
+    return _mark(model, found, marked=True), missing
+
+
+def _mark(model: nn.Module, found: list[nn.Module], *, marked: bool) -> list[nn.Module]:
+    for param in model.parameters():
+        owner = param.__dict__.get("_infinity_owner")
+        if owner is not None and not owner.coordinator.closed:
+            raise StateError(
+                f"leaf modules decide how a model is cut into units, and {name_of(param)} is in an engine's units "
+                "already: set them before infinity.initialize()"
+            )
+    for module in found:
+        module.__dict__[LEAF_MARK] = marked
+    return found
+
+
+def _is_of(module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    if isinstance(kind, type):
+        return isinstance(module, kind)
+    own = type(module)
+    return kind in (own.__name__, f"{own.__module__}.{own.__qualname__}")

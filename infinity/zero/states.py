@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import StateError
-from infinity.memory.master_weights import load_masters, store_masters
+from infinity.memory.shard_copy import load_masters, store_masters
 from infinity.plan.layout import Slice, Slot, states_of
 from infinity.plan.types import Key, Kind
-from infinity.zero.other_stages import is_elsewhere
-from infinity.zero.param_access import ParamAccess, units_of
-from infinity.zero.parameter import name_of, whole_of
+from infinity.zero.access import ParamAccess, pass_along, put_together, rows_of_ranks, take_own, units_of
+from infinity.zero.parameter import is_elsewhere, name_of, whole_of
 from infinity.zero.unit import Unit
-from infinity.zero.whole_values import pass_along, put_together, rows_of_ranks, take_own
 
 
 def _property(kind: str, what: str) -> property:

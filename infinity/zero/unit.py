@@ -4,36 +4,271 @@ PARTITIONED -> `start_gather` -> GATHERING -> `finish_gather` -> GATHERED -> `re
 is one tensor for life: release frees its bytes, and gather takes and refills them. So the views of a weight that
 autograd has saved are valid again when backward runs. A unit that is whole for good is gathered once, and again after
 each step: then it has its old values until it is GATHERED.
+
+The flat device memory that a unit is gathered into, and its parameters' places in it.
+
+The copy of this rank's partition into its unit's full buffer, and the lease that the copy needs.
+
+Which values a unit's parameters have, and whether a program has changed them where the change would be lost.
+
+[Note: changes in place] A value changes in its partition, by a step or by `infinity.modify()`. A change that a module
+writes into a whole parameter while it runs is lost with the release, sooner or later as placement has it. So a unit's
+version counters are compared when its use ends, on every tier alike. The counters of units that are whole for good are
+also compared before a step, which would undo what the program has written between two passes.
+
+A counter that has moved says that the parameter was written, not that its values are others: torch's parametrizations
+set a parameter to itself, and a program may put back what it has replaced for one call. So the values decide:
+- A parameter that is written in its first use, where it is its own partition, or that was written in an earlier use, is
+  watched: its fingerprint is taken when a use begins, and again if its counter has moved.
+- Any other one is compared with its partition, of which this rank has a part.
+- Where it is its own partition, a change is kept by it, unless a master has more digits than the parameter.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from infinity.base import trace
+from infinity.base.transfer import Completed, Transfer
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import all_gather
 from infinity.errors import StateError, of_another_process
 from infinity.log import warn_once
 from infinity.memory.ledger import Ledger
-from infinity.memory.pages import let_inherit
 from infinity.memory.partition import DTYPES
+from infinity.memory.resizable_buffer import let_inherit, occupy, vacate
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
-from infinity.observability import trace
-from infinity.ops.transfer import Completed, Transfer
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import UnitPlacement
-from infinity.plan.types import Key, Kind
+from infinity.plan.types import Key, Kind, Tier
 from infinity.zero import parameter
-from infinity.zero.full_buffer import FullBuffer
-from infinity.zero.partition_copy import PartitionCopy
-from infinity.zero.value_versions import ValueVersions
+from infinity.zero.parameter import name_of
+
+
+class FullBuffer:
+    """One tensor for life, `tensor` [numel], whose bytes come and go; a unit that is whole for good keeps them.
+
+    The ledger has its bytes while it has them. `views`: each parameter's part of it, in the parameter's shape.
+    """
+
+    def __init__(self, layout: UnitLayout, placed: UnitPlacement, *, device: Device, ledger: Ledger) -> None:
+        dtype = DTYPES[layout.dtype]
+        self._ledger = ledger
+        self._name = f"the whole of {layout.name}"
+        # Whether a unit that is whole for good has given its bytes up for a while.
+        self._vacant = False
+        # Bytes by kind: this rank's slice is the partition's home where the partition is aliased.
+        own = layout.partition_numel(placed.parts) * dtype.itemsize if placed.aliased else 0
+        self.kinds = {Kind.FULL: layout.nbytes - own, **({Kind.PARAM: own} if own else {})}
+        self._resizable = None if placed.whole else device.resizable(layout.numel, dtype)
+        if self._resizable is None:
+            with self._booked():
+                self.tensor = device.empty(layout.numel, dtype)
+        else:
+            self.tensor = self._resizable.tensor
+        self.views = self._cut(layout)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the buffer takes memory, for values or for the next gather."""
+        return not self._vacant if self._resizable is None else self._resizable.has_bytes
+
+    def take(self) -> None:
+        """Give the buffer bytes of undefined content, unless it has some."""
+        if self._vacant:
+            with self._booked():
+                occupy(self.tensor)
+            self._vacant = False
+        if self._resizable is not None and not self._resizable.has_bytes:
+            with self._booked():
+                self._resizable.take()
+
+    def vacate(self) -> None:
+        """Give up the bytes of a unit that is whole for good, until `take`. Views of it stay views."""
+        if self._resizable is None and not self._vacant:
+            vacate(self.tensor)
+            self._unbook()
+            self._vacant = True
+
+    def free(self, *, to_spare: bool = False) -> None:
+        """Give the bytes back, or make their pages spare for other buffers."""
+        if self._resizable is not None and self._resizable.has_bytes:
+            self._resizable.free(to_spare=to_spare)
+            self._unbook()
+
+    def close(self) -> None:
+        """Book the bytes out, and let go of them where parameters may keep them alive."""
+        if self.has_bytes:
+            self._unbook()
+        if self._resizable is None:
+            self.tensor, self.views = self.tensor[:0].clone(), []
+
+    def _cut(self, layout: UnitLayout) -> list[Tensor]:
+        """The parameters' views. A buffer whose storage is resized needs its bytes to be cut."""
+        with ExitStack() as stack:
+            if self._resizable is not None and not self._resizable.mapped:
+                self.take()
+                stack.callback(self.free)
+            return [self.tensor[slot.offset : slot.offset + slot.numel].view(slot.own_shape) for slot in layout.slots]
+
+    def _booked(self) -> AbstractContextManager[None]:
+        return self._ledger.taking(Tier.GPU, self.kinds, self._name)
+
+    def _unbook(self) -> None:
+        for kind, nbytes in self.kinds.items():
+            self._ledger.add(Tier.GPU, kind, -nbytes)
+
+
+class PartitionCopy:
+    """Copies the partition `key`. Until the lease is released the partition must not be written,
+    nor its buffer go back to its pool.
+    """
+
+    def __init__(self, key: Key, *, store: TieredStore, device: Device) -> None:
+        self._key = key
+        self._store = store
+        self._device = device
+        self._transfer: Transfer = Completed()
+        self._lease = ExitStack()
+        self.leasing = False
+
+    def start(self, target: Tensor) -> Transfer:
+        """Lease the partition, waiting for it, and submit its copy into `target` [numel / parts].
+
+        Copies end in the order in which they begin, so the lease of one that still runs ends with this one's.
+        """
+        self.release_lease(wait=False)
+        (partition,) = self._lease.enter_context(self._store.read(self._key))
+        self.leasing = True
+        self._transfer = self._device.copy(target, partition.view(Kind.PARAM))
+        self.release_lease(wait=False)
+        return self._transfer
+
+    def await_step(self) -> Transfer:
+        """Wait for an optimizer step of the partition, which lies in its place already."""
+        with self._store.read(self._key):
+            return Completed()
+
+    def release_lease(self, *, wait: bool) -> bool:
+        """Release the read lease once the copy to the device completes; block if wait=True. False if still leased."""
+        if not self.leasing:
+            return True
+        if not wait and not self._transfer.done():
+            return False
+        with trace.span(trace.WAIT, "copy to the device", self._key):
+            self._device.arrived(self._transfer)
+        self._transfer = Completed()
+        self.close()
+        return True
+
+    def forget_transfer(self) -> None:
+        """Do not wait for the copy any more: what it is a part of has ended."""
+        self._transfer = Completed()
+
+    def close(self) -> None:
+        """Release the lease without waiting for the copy."""
+        self.leasing = False
+        self._lease.close()
+
+# Words (8 bytes) in a row of what `fingerprint` adds up.
+_ROW = 1024
+
+
+class ValueVersions:
+    """The versions of one unit's values: torch's counters (`param._version`), and how often values have changed.
+
+    alone: the parameters are their own partition, so nothing else tells what they were before a use. as_before: asked
+    about a parameter that is not watched and was written: whether its values are those of the partitions. None: that
+    cannot be told.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], *, alone: bool, as_before: Callable[[], bool | None]) -> None:
+        self._params = params
+        self._as_before = as_before
+        # How often the values have changed: backward needs the generation that its forward has seen.
+        self.generation = 0
+        # The counters when the use under way began (None without values), and when the partitions were last copied in.
+        self._used: list[int] | None = None
+        self._filled: list[int] = []
+        # Positions of parameters that were written in some use, and of those that are watched in the next one.
+        self._written: set[int] = set()
+        self._watched: Collection[int] = range(len(params)) if alone else self._written
+        # Fingerprints of watched parameters when the use under way began.
+        self._prints: dict[int, Tensor] = {}
+
+    def advance(self) -> None:
+        """The partitions are about to get other values."""
+        self.generation += 1
+
+    def fill(self) -> None:
+        """The parameters have the values of the partitions."""
+        self._filled = self._now()
+
+    def begin_use(self, *, visible: bool) -> None:
+        """A module begins to use the parameters. visible: they have values (in an embedding's backward they do not)."""
+        self._used = self._now() if visible else None
+        self._prints = {at: fingerprint(self._params[at]) for at in self._watched} if visible else {}
+
+    def accept(self, *, visible: bool) -> None:
+        """The partitions have the changed values now, or the changes are given up."""
+        self.advance()
+        if visible:
+            self._used = self._filled = self._now()
+
+    def changed_in_use(self) -> StateError | None:
+        """What to raise at the end of a use in which a parameter was changed in place."""
+        found = self._changed_since(
+            self._used,
+            "was changed in place while the model ran, and the change would be lost when the parameter is released: "
+            "change it after engine.step(), inside infinity.modify()",
+        )
+        self._watched, self._prints = self._written, {}
+        return found
+
+    def changed_beside(self) -> StateError | None:
+        """What to raise before a step if a parameter was changed in place, and its partition was not."""
+        return self._changed_since(
+            self._filled,
+            "was changed in place, which its partition does not follow, so that a step or a checkpoint would undo the "
+            "change: change it inside infinity.modify()",
+        )
+
+    def _now(self) -> list[int]:
+        return [param._version for param in self._params]
+
+    def _changed_since(self, versions: list[int] | None, why: str) -> StateError | None:
+        if versions is None or versions == (now := self._now()):
+            return None
+        # An error is raised once: what the program does about it needs the unit.
+        self._used = self._filled = now
+        for at, pair in enumerate(zip(versions, now, strict=True)):
+            if pair[0] == pair[1]:
+                continue
+            self._written.add(at)
+            before = self._prints.get(at)
+            same = self._as_before() if before is None else torch.equal(before, fingerprint(self._params[at]))
+            if not same:
+                again = "; if it has its old values again, call once more" if same is None else ""
+                return StateError(f"{name_of(self._params[at])} {why}{again}")
+        return None
+
+
+def fingerprint(values: Tensor) -> Tensor:
+    """Return sums of the bytes of `values` (contiguous), by row and by column of a table of them: they tell almost
+    every change, moved and exchanged values too, and take one or two passes over the memory.
+    """
+    raw = values.detach().reshape(-1).view(torch.uint8)
+    whole = raw.numel() // (8 * _ROW) * 8 * _ROW
+    table = raw[:whole].view(torch.int64).view(-1, _ROW)
+    return torch.cat([table.sum(0), table.sum(1), raw[whole:].long()])
 
 
 class GatherState(Enum):
@@ -323,7 +558,7 @@ class _Elsewhere:
         raise of_another_process(f"use {parameter.name_of(params[0])} ({use})", self._owner)
 
 
-# Units that are not closed, and the process that made each. See [Note: forks] in `infinity.memory.pages`.
+# Units that are not closed, and the process that made each. See [Note: forks] in `infinity.memory.resizable_buffer`.
 _open: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
 
 

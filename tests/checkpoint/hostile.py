@@ -11,7 +11,7 @@ import torch
 
 import infinity
 from infinity.checkpoint.format import MANIFEST
-from infinity.ops.checksum import checksum
+from infinity.ops.crc32c import checksum
 from tests.checkpoint import cells
 from tests.checkpoint.exporting import config, tokens
 from tests.support.hostile import sealed

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.description import Description
 from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import (
     FileInfo,
@@ -28,26 +27,25 @@ from infinity.checkpoint.format import (
     read_manifest,
     replace_file,
 )
+from infinity.checkpoint.model_folder import Description
 from infinity.checkpoint.pieces import shares, tensor_kinds
 from infinity.checkpoint.restore import CheckpointSource, Filling, ValueSource, fill_partitions
-from infinity.checkpoint.save import Capture, write
-from infinity.checkpoint.sources import LiveSource
+from infinity.checkpoint.save import Capture, LiveSource, write
 from infinity.memory.ledger import Ledger
-from infinity.memory.master_weights import load_masters, store_masters
+from infinity.memory.shard_copy import load_masters, store_masters
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops.aio import Queue
-from infinity.ops.checksum import checksum
+from infinity.ops.crc32c import checksum
 from infinity.plan.layout import Slot, states_of
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.request import PlanRequest
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.spec import ModuleNode, ParamSpec, UnitRules, find_units
 from infinity.plan.tensor_axis import TensorAxis
-from infinity.plan.topology import Topology
-from infinity.plan.types import Key, Kind, Tier
+from infinity.plan.types import Key, Kind, Tier, Topology
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Params = dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...] | None, Replica, bool]]

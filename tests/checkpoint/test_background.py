@@ -15,9 +15,9 @@ import torch
 import infinity
 from infinity.checkpoint import files
 from infinity.checkpoint.format import broken, complete, find
-from infinity.distributed.hang_detection.mailbox import StoreMailbox
+from infinity.distributed.mailbox import StoreMailbox
 from infinity.errors import CheckpointError, TransferError
-from infinity.memory.access_control import AccessControl
+from infinity.memory.transaction import AccessControl
 from tests.support.checkpoints import assert_same, contents
 from tests.support.models import mlp, tiny_llama, token_batch
 

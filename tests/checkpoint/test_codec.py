@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from infinity.checkpoint.codec import NotSerializable, decode, encode
+from infinity.checkpoint.run_state import NotSerializable, decode, encode
 
 VALUES = [
     None, True, 3, -2.5, "text", [1, [2, "x"]], {"a": {"b": []}}, (1, (2, 3)), {1: "x", (2, 3): 4.0}, {"$tuple": [1]},

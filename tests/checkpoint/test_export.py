@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import infinity
-from infinity.checkpoint import describe as describing
-from infinity.checkpoint import weight_writer
+from infinity.checkpoint import model_folder as describing
+from infinity.checkpoint import safetensors_files
 from infinity.checkpoint.extract import extract
 from infinity.checkpoint.format import find, read_manifest
-from infinity.checkpoint.weight_writer import Entry, WeightWriter, check_complete, cut_into_shards, index_of
-from infinity.engine import exporting
+from infinity.checkpoint.safetensors_files import Entry, WeightWriter, check_complete, cut_into_shards, index_of
+from infinity.engine import export
 from infinity.errors import CheckpointError, ConfigError, StateError, TransferError
 from tests.checkpoint.exporting import config, export_zoo, tokens, train_and_export, with_lora, zoo
 from tests.support.hub import hf_model
@@ -179,7 +179,7 @@ def fail_on_rank(rank: int, world_size: int, failing: int, folder: str) -> str:
     """Exports twice; the second time the drive of one rank is full."""
     settings = config(f"{folder}/drive", "bf16")
     engine, *_ = infinity.initialize(model=hf_model("llama"), config=settings)
-    real = weight_writer.os.pwrite
+    real = safetensors_files.os.pwrite
 
     def full(fd: int, data: Any, offset: int) -> int:
         if len(data) > 1000:
@@ -189,7 +189,7 @@ def fail_on_rank(rank: int, world_size: int, failing: int, folder: str) -> str:
     with engine:
         engine.export(f"{folder}/out")
         if rank == failing:
-            weight_writer.os.pwrite = full
+            safetensors_files.os.pwrite = full
         try:
             engine.export(f"{folder}/out", dtype="fp32")
         except (TransferError, CheckpointError) as error:
@@ -197,7 +197,7 @@ def fail_on_rank(rank: int, world_size: int, failing: int, folder: str) -> str:
         else:
             message = ""
         finally:
-            weight_writer.os.pwrite = real
+            safetensors_files.os.pwrite = real
         engine.backward(engine(input_ids=tokens(rank), labels=tokens(rank)).loss)
         engine.step()
         return message
@@ -339,4 +339,4 @@ def test_ranges_in_any_order_make_the_files_and_none_may_be_missing(tmp_path: Pa
     found = {**load_file(tmp_path / shards[0].name), **load_file(tmp_path / shards[1].name)}
     assert torch.equal(found["a"].flatten(), source[:300]) and torch.equal(found["b"], source[300:])
     assert found["none"].shape == (0, 4)
-    assert exporting.SHARD_NBYTES == 5_000_000_000
+    assert export.SHARD_NBYTES == 5_000_000_000

@@ -30,7 +30,7 @@ from infinity.checkpoint.format import (
 )
 from infinity.errors import CheckpointError
 from infinity.ops.aio import Queue
-from infinity.ops.checksum import checksum
+from infinity.ops.crc32c import checksum
 
 IDENTITY = "0123456789ab"
 

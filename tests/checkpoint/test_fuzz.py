@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from infinity.checkpoint.description import Description
 from infinity.checkpoint.format import Manifest, RankIndex, seal
+from infinity.checkpoint.model_folder import Description
+from infinity.checkpoint.safetensors_files import WeightFolder
 from infinity.errors import CheckpointError, ConfigError
-from infinity.zero.weight_files import WeightFolder
 from tests.checkpoint.hostile import body_of
 from tests.checkpoint.hostile import save as save_checkpoints
 from tests.checkpoint.test_sharded import index_body

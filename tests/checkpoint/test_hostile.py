@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from infinity.checkpoint import format
-from infinity.checkpoint.codec import decode, encode
 from infinity.checkpoint.format import check_files, find, latest_tag, read_manifest
-from infinity.checkpoint.state import check_alike
-from infinity.checkpoint.verification import verify
+from infinity.checkpoint.inspect import verify
+from infinity.checkpoint.run_state import check_alike, decode, encode
 from infinity.cli.main import main
 from infinity.errors import CheckpointError
 from tests.checkpoint import cells

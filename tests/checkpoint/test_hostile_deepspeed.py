@@ -23,9 +23,8 @@ import pytest
 import torch
 
 from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, read_deepspeed, verify_deepspeed
-from infinity.checkpoint.deepspeed.pickles import PickledObject, Unloaded
-from infinity.checkpoint.deepspeed.torch_file import TorchFile, TorchTensor
-from infinity.checkpoint.state import encode_client_state
+from infinity.checkpoint.deepspeed.torch_file import PickledObject, TorchFile, TorchTensor, Unloaded
+from infinity.checkpoint.run_state import encode_client_state
 from infinity.errors import CheckpointError, TransferError
 
 SAVED = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"

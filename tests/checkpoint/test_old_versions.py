@@ -11,7 +11,7 @@ import pytest
 
 import infinity
 from infinity.checkpoint.format import read_manifest
-from infinity.checkpoint.verification import verify
+from infinity.checkpoint.inspect import verify
 from tests.data.make_checkpoints import CELLS, Tied, config, digests, train
 
 SAVED = Path(__file__).parents[1] / "data" / "checkpoints"

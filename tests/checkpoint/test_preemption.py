@@ -19,7 +19,7 @@ import torch
 import infinity
 from infinity.checkpoint import format
 from infinity.checkpoint.format import complete, find
-from infinity.checkpoint.ranks import run_on_all_ranks
+from infinity.distributed.consistency import run_on_all_ranks
 from infinity.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.support.checkpoints import assert_same, contents
 from tests.support.models import mlp, vector_batch

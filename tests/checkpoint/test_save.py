@@ -14,7 +14,7 @@ import torch
 import infinity
 from infinity.checkpoint import files, publish, save
 from infinity.checkpoint.format import check_files, complete, find, read_manifest
-from infinity.checkpoint.module_tensors import checkpoint_buffers
+from infinity.checkpoint.pieces import checkpoint_buffers
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops import file as ops_file
 from tests.checkpoint.cells import join

@@ -19,9 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from infinity.checkpoint.comparison import compare_checkpoints
 from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedSource, read_deepspeed
-from infinity.checkpoint.description import Description, TensorSource
 from infinity.checkpoint.extract import extract
 from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import (
@@ -34,11 +32,12 @@ from infinity.checkpoint.format import (
     read_manifest,
     seal,
 )
+from infinity.checkpoint.inspect import compare_checkpoints, verify
+from infinity.checkpoint.model_folder import Description, TensorSource
 from infinity.checkpoint.pieces import holdings
 from infinity.checkpoint.restore import Filling, fill_partitions
-from infinity.checkpoint.verification import verify
-from infinity.checkpoint.weight_writer import WeightWriter
-from infinity.engine import exporting
+from infinity.checkpoint.safetensors_files import WeightWriter
+from infinity.engine import export
 from infinity.errors import CheckpointError
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.types import Key, Kind, Tier
@@ -265,7 +264,7 @@ def test_the_ranks_of_any_axes_export_the_same_bytes(dtype: str, tmp_path: Path)
             WeightWriter(made, shards, create=True).close()
             for rank in ranks:
                 rank.fill(values_of(0))
-            written = [exporting._write(runtime_of(rank), shards, made) for rank in ranks]
+            written = [export._write(runtime_of(rank), shards, made) for rank in ranks]
         assert sum(written) == sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
         found.append({path.name: path.read_bytes() for path in sorted(made.iterdir())})
     assert found[0] == found[1] == found[2] == found[3]

@@ -34,9 +34,9 @@ from safetensors.torch import save_file
 
 import infinity
 from infinity.checkpoint.format import find
+from infinity.checkpoint.safetensors_files import WeightFolder
 from infinity.cli.main import main as command
 from infinity.errors import CheckpointError, ConfigError, StateError
-from infinity.zero.weight_files import WeightFolder
 from tests.checkpoint import cells
 from tests.checkpoint.exporting import config, tokens
 from tests.checkpoint.hostile import CELLS, body_of, change_index, change_manifest, copied

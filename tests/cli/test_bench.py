@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli import bench, drive_rates, rates
-from infinity.cli.bench import show
-from infinity.cli.drive_rates import measure_drive
+from infinity.cli import bench
+from infinity.cli import bench as drive_rates
+from infinity.cli import bench as rates
+from infinity.cli.bench import measure_drive, show
 from infinity.cli.main import main
 from infinity.errors import ConfigError
 from infinity.memory.folder import look
@@ -60,7 +61,7 @@ def test_an_interrupted_measurement_leaves_nothing(tmp_path, number):
     drive.mkdir()
     script = (
         "import signal, sys\nfrom infinity.cli import bench\n"
-        "from infinity.cli.drive_rates import measure_drive\n"
+        "from infinity.cli.bench import measure_drive\n"
         "signal.signal(signal.SIGTERM, bench._terminated)\n"
         "measure_drive(sys.argv[1], seconds=60, tell=lambda text: print(text, flush=True))"
     )

@@ -12,7 +12,7 @@ import torch
 
 import infinity
 from infinity.checkpoint.format import BLOCK_NBYTES, find, read_manifest
-from infinity.checkpoint.verification import verify
+from infinity.checkpoint.inspect import verify
 from infinity.cli.main import main
 from tests.checkpoint.exporting import config, tokens, zoo
 

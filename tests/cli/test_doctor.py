@@ -14,11 +14,19 @@ import cpuinfo
 import pytest
 
 from benchmarks.support import machine
-from infinity.cli.doctor import recommend, show
-from infinity.cli.examination import Facts, FolderFacts, examine
+from infinity.cli.doctor import (
+    EXTRAS,
+    REQUIRED,
+    Facts,
+    FolderFacts,
+    Package,
+    examine,
+    look_at_packages,
+    processor,
+    recommend,
+    show,
+)
 from infinity.cli.main import main
-from infinity.cli.packages import EXTRAS, REQUIRED, Package, look_at_packages
-from infinity.cli.processor import processor
 from infinity.memory.folder import FolderInfo, look
 from tests.support import bare
 

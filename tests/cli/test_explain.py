@@ -14,9 +14,9 @@ from torch import nn
 import infinity
 from infinity.cli.main import main
 from infinity.config import ResolveContext, load_config, resolve
-from infinity.config.meanings import meanings
+from infinity.config.explain import meanings
 from infinity.config.section import Absent, Honoured, mark, reply_of, section_leaves, sections_of
-from infinity.distributed.process_groups import detect
+from infinity.distributed.groups import detect
 from infinity.engine.initialize import _resolve
 from infinity.errors import ConfigError
 from tests.support.cells import kept

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.config import ResolveContext, ResolvedConfig, drives, load_config, resolve
-from infinity.config.batch import Unsolvable, solve_batch
-from infinity.config.resolve import changed
+from infinity.config.resolve import Unsolvable, changed, solve_batch
 from infinity.config.schema import Config
 from infinity.config.section import Absent, NoAuto, mark, section_leaves, sections_of
 from infinity.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.config.units import Share, format_bytes, parse_bytes, parse_limit
+from infinity.base.sizes import Share, format_bytes, parse_bytes, parse_limit
 
 
 @pytest.mark.parametrize(

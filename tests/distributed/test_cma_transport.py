@@ -13,7 +13,7 @@ import torch
 
 from infinity.distributed import cma_transport, collectives
 from infinity.distributed.cma_transport import Introduction, acquaint, copy_from
-from infinity.distributed.process_groups import ProcessGroups, detect
+from infinity.distributed.groups import ProcessGroups, detect
 from infinity.errors import DesyncError
 
 WORKS = cma_transport._readv is not None

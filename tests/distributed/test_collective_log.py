@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infinity.distributed.axis_group import AxisGroup
-from infinity.distributed.hang_detection.collective_log import CollectiveLog
+from infinity.distributed.flight_record import CollectiveLog
 
 
 class Work:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinity.distributed import collectives
-from infinity.distributed.process_groups import ProcessGroups, detect
+from infinity.distributed.groups import ProcessGroups, detect
 
 
 def sums(rank: int, world: int) -> list[list[float]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-from infinity.distributed.hang_detection.channels import STAGE, WORLD, Channels
-from infinity.distributed.hang_detection.flight_record import (
+from infinity.distributed.flight_record import (
+    STAGE,
+    WORLD,
+    Channels,
     Position,
     Wait,
     circle,
@@ -15,7 +17,7 @@ from infinity.distributed.hang_detection.flight_record import (
     positions_table,
 )
 from infinity.plan.pipeline import MessageLink, pipeline_links
-from infinity.plan.topology import Topology
+from infinity.plan.types import Topology
 
 GATHER, REDUCE = 0, 1
 

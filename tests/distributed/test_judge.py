@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from infinity.distributed.axis_place import AxisPlace
-from infinity.distributed.hang_detection.channels import Channels
-from infinity.distributed.hang_detection.flight_record import Position, Wait
-from infinity.distributed.hang_detection.judge import Diagnosis, Judge, Judgement
-from infinity.plan.topology import Topology
+from infinity.distributed.flight_record import Channels, Position, Wait
+from infinity.distributed.watchdog import Diagnosis, Judge, Judgement
+from infinity.plan.types import Topology
 
 GATHER = Wait(group=0, number=1, name="gather of a", began=0.0)
 

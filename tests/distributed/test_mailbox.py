@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from infinity.distributed import mailbox
 from infinity.distributed.axis_group import AxisGroup
-from infinity.distributed.hang_detection import mailbox
-from infinity.distributed.hang_detection.mailbox import StoreMailbox
+from infinity.distributed.mailbox import StoreMailbox
 
 
 def boards(seconds: float = 60.0) -> list[StoreMailbox]:

@@ -12,9 +12,9 @@ import time
 from torch.distributed import TCPStore
 from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.hang_detection import process_exit
-from infinity.distributed.hang_detection.channels import Channels
-from infinity.distributed.hang_detection.watchdog import Watchdog
-from infinity.plan.topology import Topology
+from infinity.distributed.flight_record import Channels
+from infinity.distributed.watchdog import Watchdog
+from infinity.plan.types import Topology
 
 class Slow:
     # A report takes two seconds in the store's C++, where the interpreter's lock is not held.

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from infinity.distributed import collectives
-from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
+from infinity.distributed.groups import ProcessGroups, Ranks, detect
 from infinity.errors import ConfigError
-from infinity.plan.topology import Topology
+from infinity.plan.types import Topology
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

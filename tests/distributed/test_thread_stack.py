@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from infinity.distributed.hang_detection.thread_stack import here, innermost, where
+from infinity.distributed.thread_stack import here, innermost, where
 
 
 def test_this_thread_is_where_it_asks():

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 import infinity
+from estimators.step_time import Bound, StepTime, predict
+from infinity.base.transfer import Transfer
 from infinity.config.load import load_config
 from infinity.errors import ConfigError
 from infinity.memory.tiers.base import Folders, QueueOptions, TierBackend
 from infinity.memory.tiers.device import Device, add_device, remove_device
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.registry import add_tier, remove_tier
-from infinity.ops.transfer import Transfer
 from infinity.plan.hardware import ASSUMED_CPU
 from infinity.plan.types import EXTENT_ALIGNMENT, DriveRates, Extent, Kind, Tier
-from infinity.simulator.step_time import Bound, StepTime, predict
 from tests.support.oracle import Case, settings, train
 from tests.support.simulated_tier import SimulatedTier
 

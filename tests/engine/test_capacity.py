@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import infinity.engine.initialize
-from infinity.config.units import format_bytes
+from infinity.base.sizes import format_bytes
 from infinity.config.zero import ZeroOptimization
 from infinity.errors import CapacityError
-from infinity.plan.fitting import KEYS
+from infinity.plan.inputs import KEYS
 from tests.support.oracle import Case, join, settings, swap_files, train
 
 

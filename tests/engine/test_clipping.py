@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity import log
-from infinity.optim.clip import clip_factor
+from infinity.step.norms import clip_factor
 from tests.support.oracle import CLIP, Case, difference, reference, settings, train
 
 # Of the averaged gradients, which reach 0.5, some hundred elements lie above it; of the clipped ones too, with NORM.

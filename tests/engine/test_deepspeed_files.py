@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import infinity
 from infinity.config import DEEPSPEED, load_config
-from infinity.config.foreign import without_comments
+from infinity.config.load import without_comments
 from infinity.errors import ConfigError
 
 DATA = Path(__file__).parents[1] / "data"

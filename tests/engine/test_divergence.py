@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from infinity.distributed import cma_transport, collectives
 from infinity.distributed.consistency import agree_on_numbers
-from infinity.distributed.process_groups import ProcessGroups, detect
+from infinity.distributed.groups import ProcessGroups, detect
 from infinity.errors import DesyncError
 from tests.engine.divergence_process import train
 from tests.support.cells import kept

@@ -12,9 +12,9 @@ import torch
 
 from infinity.distributed import collectives
 from infinity.distributed.consistency import agree_on_numbers
-from infinity.distributed.process_groups import ProcessGroups, detect
+from infinity.distributed.groups import ProcessGroups, detect
 from infinity.errors import DesyncError
-from infinity.plan.topology import Topology
+from infinity.plan.types import Topology
 
 # Of a true mismatch, which no watchdog has to find; generous, for the ranks share two cores with other tests.
 SECONDS_MAX, WATCHDOG_SECONDS, SHORT_SECONDS = 20.0, 300.0, 2.0

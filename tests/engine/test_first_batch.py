@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
-import infinity.memory.free_bytes
-from infinity.config.units import parse_bytes
+import infinity.memory.drives
+from infinity.base.sizes import parse_bytes
+from infinity.engine.activation_forecast import LiveBytes, measure_call
 from infinity.errors import CapacityError
-from infinity.zero.activation_measurement import LiveBytes, measure_call
 from tests.conftest import RankPools
 from tests.support.models import MLP
 
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[type[nn.Module], Any]] = {
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    monkeypatch.setattr(infinity.memory.free_bytes, "free_cpu_nbytes", lambda: nbytes)
+    monkeypatch.setattr(infinity.memory.drives, "free_cpu_nbytes", lambda: nbytes)
 
 
 def trained(engine: infinity.Engine, batch: Any) -> float:

@@ -16,8 +16,8 @@ import infinity
 from infinity.config import DEEPSPEED, STRICT
 from infinity.deepspeed import utils
 from infinity.engine import Engine
+from infinity.engine.optimizer import TieredOptimizer
 from infinity.errors import ConfigError, StateError
-from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.zero import get_z3_leaf_modules, set_z3_leaf_modules, unset_z3_leaf_modules, z3_leaf_module
 from infinity.zero.parameter import ZeroParamStatus
 from tests.support.models import token_batch

@@ -1,6 +1,6 @@
 """A process forked while an engine is open: it has nothing of the engine's, is told so, and ends without a trace.
 
-See [Note: forks] in `infinity.memory.pages`. A data loader's worker is such a child.
+See [Note: forks] in `infinity.memory.resizable_buffer`. A data loader's worker is such a child.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import infinity
-from infinity.distributed.hang_detection.process_exit import leave
+from infinity.distributed.watchdog import leave
 from infinity.engine import Engine
 from infinity.errors import StateError
-from infinity.memory.access_control import Reservation
+from infinity.memory.transaction import Reservation
 from tests.engine.test_hygiene import background
 from tests.support.forked import in_child
 from tests.support.models import mlp, vector_batch
@@ -103,7 +103,7 @@ ENDS = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from infinity.distributed.process_groups import Ranks, open_group
+from infinity.distributed.groups import Ranks, open_group
 from tests.engine.test_forks import step, trained
 open_group(Ranks())
 with trained(Path(sys.argv[1]), 3, "nvme") as engine:

@@ -16,8 +16,8 @@ from infinity.engine import step
 from infinity.engine.step import Boundary, StepFlags
 from infinity.errors import StateError
 from infinity.ops.adam import GradStats
+from infinity.plan.plan import UnitNumbers
 from infinity.plan.shards import Replica
-from infinity.plan.unit_numbers import UnitNumbers
 from tests.support.oracle import Case, join, settings, train
 
 Norms = list[dict[str, float]]

@@ -10,7 +10,7 @@ import pytest
 
 from infinity.memory.partition import State
 from infinity.memory.residency import Residency
-from infinity.plan.stepping import kept_of
+from infinity.plan.partitions import kept_of
 from infinity.plan.types import Key, Kind
 from tests.support.checkpoints import assert_same, contents
 from tests.support.oracle import CLIP, STEPS, Case, settings, train

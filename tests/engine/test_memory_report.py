@@ -19,7 +19,7 @@ from torch import nn
 import infinity.engine.initialize
 from infinity.engine import Engine
 from infinity.errors import StateError, TierMemoryError
-from infinity.memory.refusal import MemoryRefused
+from infinity.memory.ledger import MemoryRefused
 from infinity.zero.unit import GatherState
 from tests.support.models import MLP, TinyLlama, token_batch, vector_batch
 from tests.support.oracle import Case, settings

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import ConfigError
 from infinity.optim import torch_rule
-from infinity.optim.lion import LionOptimizer
 from infinity.optim.torch_rule import TorchRule
-from infinity.optim.update_rules import native_rule_of
+from infinity.optim.update_rules import LionOptimizer, native_rule_of
 from infinity.plan.types import Kind
 from tests.support.models import token_batch
 from tests.support.oracle import SmallModel, join, settings

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import StateError
 from infinity.ops import adam
-from infinity.optim import stepper
-from infinity.optim.sub_group_update import SubGroupUpdater
 from infinity.plan.layout import SubGroup
 from infinity.plan.types import Key, Kind
+from infinity.step import optimizer_step
+from infinity.step.update import SubGroupUpdater
 from tests.support.cells import covered
 from tests.support.late_copies import copies_are_late
 from tests.support.models import token_batch
@@ -97,7 +97,7 @@ def test_a_step_that_waits_for_the_norm_reads_its_first_states_during_backward(t
     """Unless the step before has left something in memory that it can begin with."""
     asked: list[list[int]] = []
     reads: list[SubGroup] = []
-    plain = stepper.prefetch
+    plain = optimizer_step.prefetch
 
     def prefetch(store: Any, by: Any, group: SubGroup) -> bool:
         # Before the step there is nothing that it has reserved.
@@ -116,7 +116,8 @@ def test_a_step_that_waits_for_the_norm_reads_its_first_states_during_backward(t
         assert all(map(engine.store.in_memory, states))
 
     row = {**ON_NVME, "clip": CLIP, "zero": {"sub_group_size": 640}}
-    with patch.object(stepper, "prefetch", prefetch), patch.object(stepper, "in_memory", lambda *_: resident):
+    asks = patch.object(optimizer_step, "in_memory", lambda *_: resident)
+    with patch.object(optimizer_step, "prefetch", prefetch), asks:
         found = train(Case(), settings(tmp_path, **row), backward=backward)
     assert asked == [[] if resident else [0, 1, 2, 3]] * STEPS
     assert found.digest == train(Case(), settings(tmp_path, **row, overlap=False)).digest

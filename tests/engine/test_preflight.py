@@ -14,15 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import infinity
-import infinity.memory.free_bytes
-from infinity.config.units import format_bytes
+import infinity.memory.drives
+from infinity.base.sizes import format_bytes
 from infinity.engine import preflight
+from infinity.engine.activation_forecast import measure_call
 from infinity.errors import CapacityError, ConfigError
-from infinity.memory.growable_pool import FILE_NBYTES
+from infinity.memory.scratch import FILE_NBYTES
 from infinity.plan.capacity import Capacity
-from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES
+from infinity.plan.inputs import ANONYMOUS_OVERHEAD_NBYTES
 from infinity.plan.types import Tier
-from infinity.zero.activation_measurement import measure_call
 from tests.support.clock import fewest_seconds
 from tests.support.models import tiny_llama
 
@@ -115,7 +115,7 @@ def small_llama() -> torch.nn.Module:
 
 def test_the_refusal_says_what_is_set_aside_and_what_was_taken(monkeypatch):
     """A machine that has less than the process's own overhead and this model's activations."""
-    monkeypatch.setattr(infinity.memory.free_bytes, "free_cpu_nbytes", lambda: 53_000_000)
+    monkeypatch.setattr(infinity.memory.drives, "free_cpu_nbytes", lambda: 53_000_000)
     config = {"train_micro_batch_size_per_gpu": 4, "memory": {"activations": {"sequence_length": 48}}}
     with pytest.raises(CapacityError) as caught:
         infinity.initialize(model=small_llama(), config=config)
@@ -143,7 +143,7 @@ def test_the_start_line_says_what_the_process_will_take_without_activations(capl
 
 @pytest.mark.parametrize("limit", [123_456_789, "50%"])
 def test_what_the_configuration_says_of_activations_is_set_aside(monkeypatch, caplog, limit):
-    monkeypatch.setattr(infinity.memory.free_bytes, "free_cpu_nbytes", lambda: 10**9)
+    monkeypatch.setattr(infinity.memory.drives, "free_cpu_nbytes", lambda: 10**9)
     config = {"memory": {"activations": {"max_bytes": limit}}, "log_level": "info"}
     with caplog.at_level(logging.INFO, "infinity"):
         engine, *_ = infinity.initialize(model=torch.nn.Linear(64, 64), config=config)

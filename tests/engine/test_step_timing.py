@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.base import trace
 from infinity.errors import StateError
-from infinity.observability import trace
-from infinity.observability.step_timing import PARTS
+from infinity.observability.progress import PARTS
 from tests.engine.test_progress import Keep
 from tests.engine.test_timeline import NVME, SlowDrive, Wide
 from tests.support.models import tiny_llama, token_batch

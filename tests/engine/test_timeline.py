@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
+from infinity.base import trace
 from infinity.errors import ConfigError
 from infinity.memory.tiers.nvme import NvmeTier
-from infinity.observability import trace
 from infinity.observability.timeline import OUTSIDE, Bar, Timeline, TimelineRow, flatten
 from tests.support.models import token_batch
 from tests.support.oracle import Case, join, settings, train

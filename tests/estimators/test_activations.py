@@ -7,13 +7,12 @@ import torch
 import transformers
 
 from estimators.activations import activations
-from estimators.estimate import estimate
-from estimators.node import Machine
+from estimators.estimate import Machine, estimate
+from estimators.phases import Phase
 from estimators.report import format_report
 from infinity import measure_activations
 from infinity.errors import ConfigError
 from infinity.plan.types import Kind, Tier
-from infinity.simulator.phases import Phase
 
 LLAMA = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from estimators.estimate import Estimate, estimate
-from estimators.node import Machine
+from estimators.estimate import Estimate, Machine, estimate
 from estimators.picture import picture
 from estimators.report import compare_estimates, format_report
 from estimators.search import Wish, nearest, search
-from infinity.config.units import format_bytes
+from infinity.base.sizes import format_bytes
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.registry import add_tier, remove_tier
 from infinity.plan.capacity import Capacity

@@ -7,11 +7,10 @@ import json
 
 import pytest
 
-from estimators.advice import TOKENS_MAX, advise, days_of_training, lasts, tokens_a_second
 from estimators.cli import main
-from estimators.node import Machine
+from estimators.estimate import Machine
 from estimators.report import advised
-from estimators.search import Wish, search
+from estimators.search import TOKENS_MAX, Wish, advise, days_of_training, lasts, search, tokens_a_second
 from infinity.plan.hardware import ASSUMED
 
 GB = 10**9

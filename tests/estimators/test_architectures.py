@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from estimators.architectures import block_classes, completed, known, model_tree
 from estimators.estimate import estimate
+from estimators.trees import block_classes, completed, known, model_tree
 from infinity.errors import ConfigError
 from infinity.plan.spec import ModuleNode, UnitRules, find_units, module_tree
 

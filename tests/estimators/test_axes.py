@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from estimators.axes import fit_axes
 from estimators.cli import main
-from estimators.estimate import estimate
-from estimators.node import Machine
-from estimators.search import Wish
+from estimators.estimate import Machine, estimate
+from estimators.search import Wish, fit_axes
 
 GB = 10**9
 TIMED = """

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from estimators.cli import main
-from estimators.estimate import estimate
-from estimators.node import Machine
+from estimators.estimate import Machine, estimate
 from infinity.plan.hardware import ASSUMED, ASSUMED_CPU, save_profile
 from infinity.plan.types import Kind, Tier
 from tests.support.clock import usual_seconds

@@ -11,8 +11,7 @@ import torch
 import transformers
 
 import infinity
-from estimators.estimate import estimate
-from estimators.node import Machine
+from estimators.estimate import Machine, estimate
 from infinity.plan.plan import Plan
 from tests.support.spawn import run_ranks
 

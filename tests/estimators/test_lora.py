@@ -13,13 +13,11 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 
 import infinity
 from estimators.activations import activations
-from estimators.adapters import Lora
-from estimators.architectures import known
 from estimators.cli import main
-from estimators.estimate import Estimate, estimate
-from estimators.model import described
-from estimators.node import Machine
+from estimators.estimate import Estimate, Machine, estimate
+from estimators.model import Lora, described
 from estimators.search import Wish, largest, search
+from estimators.trees import known
 from infinity import measure_activations
 from infinity.errors import ConfigError
 from infinity.plan.plan import Plan

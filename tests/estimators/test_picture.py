@@ -7,10 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from estimators.estimate import Estimate, estimate
-from estimators.node import Machine
+from estimators.estimate import Estimate, Machine, estimate
 from estimators.picture import picture
-from infinity.plan.palette import ACTIONS, KINDS, PAPER, RULE
+from infinity.base.palette import ACTIONS, KINDS, PAPER, RULE
 from infinity.plan.types import Tier
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,16 +11,15 @@ import transformers
 
 import infinity
 from estimators.cli import main
-from estimators.estimate import Estimate, estimate
-from estimators.node import Machine
-from infinity.engine.stage_cut import cut_into_stages
+from estimators.estimate import Estimate, Machine, estimate
+from estimators.phases import Phase
+from estimators.traffic import Link
 from infinity.errors import ConfigError
+from infinity.parallel.stage_check import cut_into_stages
 from infinity.plan.pipeline import SCHEDULES, activations_in_flight
 from infinity.plan.plan import Plan
 from infinity.plan.spec import module_tree
 from infinity.plan.types import Kind, Tier
-from infinity.simulator.phases import Phase
-from infinity.simulator.traffic import Link
 from tests.conftest import RankPools
 from tests.estimators.test_equals_plan import BOUNDS, NVME, SMALL, at, values_of
 from tests.estimators.test_tensor import real

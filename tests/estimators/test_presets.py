@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from estimators.architectures import model_tree
-from estimators.presets import PRESETS, preset, preset_name
+from estimators.model import PRESETS, preset, preset_name
+from estimators.trees import model_tree
 from infinity.errors import ConfigError
 
 # Parameters as the checkpoints' own files count them: tied weights once, DeepSeek-V3 without its extra prediction

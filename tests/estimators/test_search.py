@@ -6,14 +6,13 @@ import dataclasses
 
 import pytest
 
-from estimators.estimate import estimate
-from estimators.node import PROCESS_NBYTES, SYSTEM_NBYTES, Machine
+from estimators.estimate import PROCESS_NBYTES, SYSTEM_NBYTES, Machine, estimate
 from estimators.report import duration, format_report, to_choose
 from estimators.search import Choice, Wish, _by_budget, fitting, largest, search, usual
+from estimators.traffic import Link
 from infinity.errors import ConfigError
 from infinity.plan.hardware import ASSUMED
 from infinity.plan.types import SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Tier
-from infinity.simulator.traffic import Link
 from tests.support.cells import kept
 
 GB = 10**9

@@ -10,16 +10,16 @@ import torch
 import transformers
 
 from estimators.cli import main
+from estimators.compute import STYLES
 from estimators.estimate import Estimate, estimate
-from estimators.tensor import STYLES
+from estimators.traffic import Link
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.capacity import Capacity
 from infinity.plan.capacity_report import nearest_fit, refuse
 from infinity.plan.inputs import PlanInputs
-from infinity.plan.model_styles import styles_of
 from infinity.plan.shards import Replica
 from infinity.plan.spec import module_tree
-from infinity.simulator.traffic import Link
+from infinity.plan.tensor_axis import styles_of
 from tests.support.hub import hf_config
 
 SMALL = {

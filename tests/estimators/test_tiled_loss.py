@@ -13,15 +13,13 @@ import transformers
 
 import infinity
 from estimators.activations import activations
-from estimators.advice import advise
 from estimators.cli import main
-from estimators.estimate import estimate
-from estimators.node import Machine
-from estimators.search import Wish, search, usual
+from estimators.estimate import Machine, estimate
+from estimators.search import Wish, advise, search, usual
+from estimators.step_time import Bound
 from infinity import measure_activations
 from infinity.errors import ConfigError
 from infinity.plan.types import Tier
-from infinity.simulator.step_time import Bound
 from tests.estimators.test_activations import on_meta
 from tests.estimators.test_equals_plan import SMALL
 

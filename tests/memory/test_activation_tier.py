@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from infinity.base.transfer import Transfer
 from infinity.errors import StateError, TierMemoryError, TransferError
-from infinity.memory import growable_pool
-from infinity.memory.activation_tier import ActivationTier
+from infinity.memory import scratch
+from infinity.memory.activation_tier import ActivationTier, SavedTensor
 from infinity.memory.ledger import Ledger
-from infinity.memory.saved_tensor import SavedTensor
 from infinity.memory.tiers.device import Device
-from infinity.ops.transfer import Transfer
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import Kind, Tier
 from tests.support.simulated_tier import Asked, SimulatedTier
@@ -249,7 +248,7 @@ def test_memory_is_not_given_back_while_a_copy_from_it_is_queued():
 
 def test_a_pass_reuses_the_space_of_the_one_before(monkeypatch):
     """The first pass finds out how much there is; then there is one slab of that size, and no pass adds to it."""
-    monkeypatch.setattr(growable_pool, "FILE_NBYTES", 4 * PAGE)
+    monkeypatch.setattr(scratch, "FILE_NBYTES", 4 * PAGE)
     for home in ("cpu", "nvme"):
         bench = Bench(home)
         sizes = []

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from infinity.errors import TierMemoryError
-from infinity.memory.ledger import Ledger, PoolUse
-from infinity.memory.memory_report import MemoryReport, Process
-from infinity.memory.refusal import MemoryRefused, is_refusal
+from infinity.memory.ledger import Ledger, MemoryRefused, PoolUse, is_refusal
+from infinity.observability.memory_report import MemoryReport, Process
 from infinity.plan.plan import Capacity
 from infinity.plan.types import Kind, Tier
 

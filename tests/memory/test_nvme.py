@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from infinity.errors import CapacityError, TransferError
-from infinity.memory.free_bytes import free_nvme_nbytes
+from infinity.memory.drives import free_nvme_nbytes
 from infinity.memory.tiers import nvme
 from infinity.memory.tiers.base import QueueOptions
 from infinity.memory.tiers.nvme import NvmeTier, clean

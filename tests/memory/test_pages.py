@@ -1,4 +1,4 @@
-"""Memory that a forked child does not inherit: see [Note: forks] in `infinity.memory.pages`."""
+"""Memory that a forked child does not inherit: see [Note: forks] in `infinity.memory.resizable_buffer`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from infinity.memory.ledger import Ledger
-from infinity.memory.pages import let_inherit, page_aligned
-from infinity.memory.resizable_buffer import ElasticBuffer
+from infinity.memory.resizable_buffer import ElasticBuffer, let_inherit, page_aligned
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops.aio import Queue

@@ -17,7 +17,7 @@ import torch
 
 from infinity import log
 from infinity.memory.ledger import Ledger
-from infinity.memory.pages import page_aligned
+from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.tiers import pinned as host_module
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory, trim

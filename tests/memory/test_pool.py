@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from infinity.memory.pool import Arena, piece_nbytes
+from infinity.memory.arena import Arena, piece_nbytes
 from infinity.memory.tiers.pinned import page_aligned
 from infinity.plan.types import EXTENT_ALIGNMENT
 

@@ -9,7 +9,7 @@ import pytest
 from infinity.config import ResolveContext, load_config, resolve
 from infinity.errors import ConfigError
 from infinity.log import _said
-from infinity.memory.queue_options import queue_options
+from infinity.memory.drives import queue_options
 from infinity.memory.tiers.base import QueueOptions
 from infinity.plan.hardware import ASSUMED, Drive, save_profile
 
@@ -45,7 +45,7 @@ def test_what_the_configuration_says_goes_before_the_profile(tmp_path):
 def test_shares_of_several_drives_are_their_mixed_rates(tmp_path, monkeypatch, rates, weights):
     folders = [tmp_path / "one", tmp_path / "two"]
     # Two folders of one drive stand for two drives.
-    monkeypatch.setattr("infinity.memory.queue_options._device", str)
+    monkeypatch.setattr("infinity.memory.drives._device", str)
     drives = [DRIVE.model_copy(update={"folder": str(at), "mixed_rate": rate})
               for at, rate in zip(folders, rates, strict=True)]  # fmt: skip
     assert options(tmp_path, drives, folders).weights == weights
@@ -53,7 +53,7 @@ def test_shares_of_several_drives_are_their_mixed_rates(tmp_path, monkeypatch, r
 
 
 def test_a_drive_that_was_not_measured_is_said_and_the_defaults_serve(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("infinity.memory.queue_options._device", str)
+    monkeypatch.setattr("infinity.memory.drives._device", str)
     monkeypatch.setattr(logging.getLogger("infinity"), "propagate", True)
     _said.discard("profile-drive")
     found = options(tmp_path, [DRIVE], [tmp_path / "other"])

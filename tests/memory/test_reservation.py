@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from infinity.errors import TierMemoryError, TransferError
-from infinity.memory.access_control import Reservation
 from infinity.memory.partition import State
+from infinity.memory.transaction import Reservation
 from infinity.plan.types import Key, Kind
 from tests.memory.conftest import Bench, param
 

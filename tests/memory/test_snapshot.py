@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from infinity.errors import StateError, TierMemoryError, TransferError
-from infinity.memory.access_control import Reservation, Snapshot
-from infinity.memory.pages import page_aligned
 from infinity.memory.partition import State
+from infinity.memory.resizable_buffer import page_aligned
+from infinity.memory.transaction import Reservation, Snapshot
 from infinity.plan.types import Key, Kind, Tier
 from tests.memory.conftest import Bench, param, states
 from tests.memory.test_reservation import Party

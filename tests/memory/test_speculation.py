@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from infinity.errors import TransferError
-from infinity.memory.access_control import Reservation, Snapshot
 from infinity.memory.partition import State
+from infinity.memory.transaction import Reservation, Snapshot
 from infinity.plan.types import Key, Kind
 from tests.memory.conftest import Bench, MakeBench, param, states
 from tests.memory.test_reservation import Party

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from infinity.errors import StateError, TransferError
+from infinity.memory.arena import piece_nbytes
 from infinity.memory.partition import State
-from infinity.memory.pool import piece_nbytes
 from infinity.memory.store import TieredStore
 from infinity.plan.types import Key, Kind, PartitionSpec, Tier
 from tests.memory.conftest import PAGE, Bench, param, states

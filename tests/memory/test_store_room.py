@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from infinity.memory.access_control import Reservation
 from infinity.memory.partition import State
+from infinity.memory.transaction import Reservation
 from infinity.plan.types import Key, Kind
 from tests.memory.conftest import param
 

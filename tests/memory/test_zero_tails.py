@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.memory.access_control import Reservation, Snapshot
-from infinity.memory.pages import page_aligned
 from infinity.memory.partition import State
+from infinity.memory.resizable_buffer import page_aligned
+from infinity.memory.transaction import Reservation, Snapshot
 from infinity.plan.types import Key, Kind, Tier
 from tests.memory.conftest import PAGE, Bench, param, states
 

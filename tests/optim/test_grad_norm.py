@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from infinity.ops.adam import GradStats
-from infinity.optim import grad_norm
-from infinity.optim.grad_norm import Norms
 from infinity.plan.types import Key, Kind
+from infinity.step import norms
+from infinity.step.norms import Norms
 
 # Elements of each unit's gradient, and where it lies; `meta` stands for a device.
 UNITS = [(3, "cpu"), (5, "meta"), (7, "cpu"), (11, "meta")]
@@ -40,7 +40,7 @@ class Store:
 
 @pytest.fixture
 def mixed(monkeypatch: pytest.MonkeyPatch) -> Norms:
-    monkeypatch.setattr(grad_norm, "grad_stats", refusing)
+    monkeypatch.setattr(norms, "grad_stats", refusing)
 
     def overlaps(index: int) -> Any:
         slot = SimpleNamespace(name=f"param{index}")
@@ -69,7 +69,7 @@ def test_norms_by_parameter_over_mixed_homes_keep_their_order(mixed):
 
 def test_a_unit_whose_gradients_change_leaves_the_batch_that_waits(mixed, monkeypatch):
     """A second backward of a step begins to write what would be measured behind the program."""
-    monkeypatch.setattr(grad_norm, "_BATCH_UNITS_MAX", 3)
+    monkeypatch.setattr(norms, "_BATCH_UNITS_MAX", 3)
     monkeypatch.setattr(Store, "__getitem__", lambda self, key: SimpleNamespace(spec=SimpleNamespace(nbytes=4)), False)
     assert mixed.batch(0) == [] and mixed.batch(1) == []
     mixed.unqueue(0)
@@ -79,6 +79,6 @@ def test_a_unit_whose_gradients_change_leaves_the_batch_that_waits(mixed, monkey
 
 def test_a_unit_whose_gradients_change_is_measured_again(mixed, monkeypatch):
     mixed.measure([0, 1], None)
-    monkeypatch.setattr(grad_norm, "grad_stats", lambda tensors: [GradStats(0.5, 0) for _ in tensors])
+    monkeypatch.setattr(norms, "grad_stats", lambda tensors: [GradStats(0.5, 0) for _ in tensors])
     mixed.forget(0)
     assert mixed.by_unit() == {0: (0.5, 0), 1: (5.0, 1), 2: (0.5, 0), 3: (0.5, 0)}

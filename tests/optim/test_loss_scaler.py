@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infinity.config import load_config
-from infinity.optim.loss_scaler import LossScaler
+from infinity.step.loss_scaler import LossScaler
 
 
 def _scales(scaler: LossScaler, steps: str) -> list[float]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.optim.loss_scaler import LossScaler
-from infinity.optim.nonfinite_guard import Skips
+from infinity.step.loss_scaler import LossScaler, Skips
 
 
 def run(skips: Skips, steps: str) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from infinity.memory.access_control import Reservation
-from infinity.optim.step_context import Segment, StepContext
-from infinity.optim.step_pass import StepPass
+from infinity.memory.transaction import Reservation
+from infinity.optim.update_rules import Segment, StepContext
 from infinity.plan.layout import Slice, Slot, SubGroup, UnitLayout
 from infinity.plan.types import Key, Kind
+from infinity.step.update import StepPass
 
 
 class Store:

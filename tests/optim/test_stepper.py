@@ -10,8 +10,8 @@ from torch import nn
 
 import infinity
 from infinity.errors import StateError
-from infinity.optim.stepper import Stepper, StepperState
-from infinity.optim.sub_group_update import SubGroupUpdater
+from infinity.step.optimizer_step import Stepper, StepperState
+from infinity.step.update import SubGroupUpdater
 
 
 @pytest.mark.parametrize("managed", [True, False])

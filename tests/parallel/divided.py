@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from infinity.distributed.axis_group import AxisGroup
 from infinity.parallel import tensor
-from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.spec import module_tree
-from infinity.plan.tensor_axis import TensorAxis
+from infinity.plan.tensor_axis import TensorAxis, tensor_axis_of
 
 PADDING = 3
 COMMON = {

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infinity.parallel.layers import LayerSpec, TiedLayerSpec
-from infinity.parallel.module import PipelineModule, StagedLayers
+from infinity.parallel.layers import LayerSpec, PipelineModule, StagedLayers, TiedLayerSpec
 from infinity.plan.stages import StageCut
 
 WORDS, WIDTH, LENGTH, ROWS = 48, 16, 8, 3

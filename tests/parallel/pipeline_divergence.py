@@ -17,11 +17,11 @@ import torch
 
 from infinity.distributed import collectives
 from infinity.distributed.consistency import agree_on_numbers
+from infinity.distributed.groups import ProcessGroups, detect
 from infinity.distributed.links import Boundary, Gradients
-from infinity.distributed.process_groups import ProcessGroups, detect
 from infinity.parallel.executor import PipelineExecutor
 from infinity.plan.pipeline import Action, Tables, make_tables
-from infinity.plan.topology import Topology
+from infinity.plan.types import Topology
 from tests.parallel.stages import AffineStages, length_of, links_of
 
 MICRO_BATCHES = 8

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.distributed.groups import ProcessGroups
 from infinity.distributed.links import Boundary, Gradients, PipelineLinks
-from infinity.distributed.process_groups import ProcessGroups
 from infinity.plan.pipeline import Action, ActionKind
 
 WIDTH = 6

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infinity.base import trace
 from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_numbers
+from infinity.distributed.groups import ProcessGroups, Ranks, detect
 from infinity.distributed.links import Boundary, Gradients
-from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.errors import ConfigError
-from infinity.observability import trace
 from infinity.parallel.executor import PipelineExecutor
 from infinity.plan.pipeline import (
     Action,
@@ -30,7 +30,7 @@ from infinity.plan.pipeline import (
     make_tables,
     time_tables,
 )
-from infinity.plan.topology import Topology
+from infinity.plan.types import Topology
 from tests.parallel.stages import WIDTH, AffineStages, in_sequence, length_of, links_of
 from tests.pipeline_tables import Cell, cells
 from tests.support.cells import kept

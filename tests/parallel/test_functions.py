@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
-from infinity.distributed.process_groups import ProcessGroups, detect
+from infinity.distributed.groups import ProcessGroups, detect
 from infinity.parallel import functions
 from tests.parallel.groups import open_tensor_group
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, StateError
-from infinity.parallel.layers import LayerSpec, TiedLayerSpec
-from infinity.parallel.module import PipelineModule, StagedLayers
+from infinity.parallel.layers import LayerSpec, PipelineModule, StagedLayers, TiedLayerSpec
 from infinity.plan.spec import UnitRules, find_units, module_tree
 from infinity.plan.stages import find_blocks
 from tests.parallel.layered import (

@@ -18,7 +18,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.format import find, read_manifest
 from infinity.errors import CheckpointError, StateError
-from infinity.zero.other_stages import is_elsewhere
+from infinity.zero.parameter import is_elsewhere
 from tests.conftest import RankPools
 from tests.pipeline_checkpoints import folder_hash, next_loss, whole_digest
 from tests.pipeline_matrix import build, configuration, exchanged

@@ -13,7 +13,7 @@ import torch
 import infinity
 from infinity.errors import ConfigError, StateError
 from infinity.plan.prefetch import FetchSchedule
-from infinity.zero.other_stages import is_elsewhere
+from infinity.zero.parameter import is_elsewhere
 from infinity.zero.unit import GatherState, Unit
 from tests.pipeline_matrix import Cell, batches, build, compare_exact, configuration, one_rank
 from tests.support.oracle import join

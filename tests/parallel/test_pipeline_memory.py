@@ -12,10 +12,9 @@ import transformers
 from torch import Tensor
 
 import infinity
-from estimators.estimate import estimate
-from estimators.node import Machine
+from estimators.estimate import Machine, estimate
+from infinity.plan.activations import StageActivations
 from infinity.plan.pipeline import activations_in_flight, held_behind
-from infinity.plan.stage_activations import StageActivations
 from infinity.plan.types import Kind
 from tests.conftest import RankPools
 from tests.pipeline_matrix import SCHEDULES

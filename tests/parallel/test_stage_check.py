@@ -10,9 +10,8 @@ import transformers
 from torch import Tensor, nn
 
 from infinity.config import ResolveContext, load_config, resolve
-from infinity.engine.stage_cut import cut_into_stages
 from infinity.errors import ConfigError
-from infinity.parallel.stage_check import Recorded, record_cut
+from infinity.parallel.stage_check import Recorded, cut_into_stages, record_cut
 from infinity.plan.spec import module_tree
 from infinity.plan.stages import cut_model, find_blocks
 from tests.parallel.staged import KINDS, Stage, batch, differences, make, run, run_back

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from infinity.parallel.vocabulary import VocabularySlice, causal_loss
+from infinity.parallel.functions import VocabularySlice, causal_loss
 from tests.parallel.divided import axis_of, batch, divide, make
 from tests.parallel.groups import open_tensor_group
 

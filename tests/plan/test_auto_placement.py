@@ -10,15 +10,13 @@ from dataclasses import replace
 import pytest
 
 import infinity.plan.plan
-from infinity.plan.auto_placement import Value, choose, fill_tiers
 from infinity.plan.capacity import Capacity
-from infinity.plan.placement_search import search_placement
+from infinity.plan.partitions import STEP_WINDOW
+from infinity.plan.placement import Value, choose, fill_tiers, search_placement
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan, make_plan
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
-from infinity.plan.stepping import STEP_WINDOW
-from infinity.plan.topology import Topology
-from infinity.plan.types import Key, Kind, Tier
+from infinity.plan.types import Key, Kind, Tier, Topology
 
 GPU, CPU, NVME = Tier
 TRAFFIC = {Kind.PARAM: 4, Kind.STATES: 2}

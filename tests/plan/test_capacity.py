@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.config.machine import Memory
+from infinity.config.schema import Memory
 from infinity.plan.capacity import Capacity, within
 
 

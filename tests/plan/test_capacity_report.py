@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
+from infinity.base.sizes import format_bytes
 from infinity.config import ResolveContext, load_config, resolve
-from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity
 from infinity.plan.capacity_report import account, nearest_fit, refuse, smallest
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.spec import ModuleNode, ParamSpec
-from infinity.plan.topology import Topology
-from infinity.plan.types import Tier
+from infinity.plan.types import Tier, Topology
 from tests.plan.test_plan import llama_70b
 from tests.support.cells import kept
 from tests.support.clock import fewest_seconds

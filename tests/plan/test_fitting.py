@@ -10,13 +10,10 @@ import pytest
 from infinity.config import ResolveContext, load_config, resolve
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.capacity_report import refuse
-from infinity.plan.fitting import KEYS, lowered_in_words
-from infinity.plan.inputs import PlanInputs
+from infinity.plan.inputs import KEYS, PlanInputs, Reserve, lowered_in_words
 from infinity.plan.plan import Plan
-from infinity.plan.reserve import Reserve
 from infinity.plan.spec import ModuleNode, ParamSpec
-from infinity.plan.topology import Topology
-from infinity.plan.types import Tier
+from infinity.plan.types import Tier, Topology
 
 NVME = {"device": "nvme", "nvme_path": "drive"}
 

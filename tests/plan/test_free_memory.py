@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from estimators.node import Machine
-from infinity.plan import free_memory
-from infinity.plan.free_memory import free_cpu_nbytes
+from estimators.estimate import Machine
+from infinity.plan import capacity
+from infinity.plan.capacity import free_cpu_nbytes
 
 SYSTEM = 1_000_000
 
@@ -32,7 +32,7 @@ def groups(tmp_path, monkeypatch):
             return real(own if str(path) == "/proc/self/cgroup" else path, *rest, **named)
 
         monkeypatch.setattr(Path, "read_text", read_text)
-        monkeypatch.setattr(free_memory, "_CGROUP", tmp_path / "cgroup")
+        monkeypatch.setattr(capacity, "_CGROUP", tmp_path / "cgroup")
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=SYSTEM))
 
     return make

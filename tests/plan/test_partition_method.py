@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.plan.partition_method import counts_by_method
+from infinity.plan.stages import counts_by_method
 
 
 def divisions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:

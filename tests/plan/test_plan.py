@@ -14,14 +14,12 @@ import pytest
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity
 from infinity.plan.layout import cut_sub_groups, make_layouts
-from infinity.plan.persistent_units import always_whole
-from infinity.plan.placement import Homes, UnitPlacement, place
+from infinity.plan.partitions import STEP_WINDOW
+from infinity.plan.placement import Homes, UnitPlacement, always_whole, place
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, UnitSpec, find_units
-from infinity.plan.stepping import STEP_WINDOW
-from infinity.plan.topology import Topology
-from infinity.plan.types import DTYPE_NBYTES, EXTENT_ALIGNMENT, Key, Kind, Tier
+from infinity.plan.types import DTYPE_NBYTES, EXTENT_ALIGNMENT, Key, Kind, Tier, Topology
 from tests.plan.test_prefetch import execute
 from tests.support.clock import usual_seconds
 
@@ -316,7 +314,7 @@ FINGERPRINT = """
 import sys
 from infinity.plan.plan import make_plan
 from infinity.plan.request import PlanRequest
-from infinity.plan.topology import Topology
+from infinity.plan.types import Topology
 from infinity.plan.types import Tier
 from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, find_units
 root = ModuleNode("", "Model")

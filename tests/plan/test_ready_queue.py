@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from infinity.plan.layout import Slice, SubGroup
-from infinity.plan.ready_queue import ReadyQueue
+from infinity.plan.orders import ReadyQueue
 
 GROUPS = [SubGroup(index, (Slice(index, 0, 64),)) for index in range(8)]
 # The next forward needs sub-group 7 first.

@@ -12,11 +12,9 @@ import torch
 import transformers
 
 from infinity.errors import ConfigError
-from infinity.plan.model_styles import heads_of, styles_of, tensor_axis_of
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.spec import ModuleNode, ParamSpec, UnitRules, find_units, module_tree
-from infinity.plan.tensor_axis import Region, Role, TensorAxis
-from infinity.plan.tensor_styles import plan_tensor_axis
+from infinity.plan.tensor_axis import Region, Role, TensorAxis, heads_of, plan_tensor_axis, styles_of, tensor_axis_of
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -15,10 +15,8 @@ from infinity.config import ResolveContext, load_config, resolve
 from infinity.plan.capacity import Capacity
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
-from infinity.plan.spec import UnitRules, find_units, module_tree
-from infinity.plan.tiles import cut_rows
-from infinity.plan.topology import Topology
-from infinity.plan.types import Kind, Tier
+from infinity.plan.spec import UnitRules, cut_rows, find_units, module_tree
+from infinity.plan.types import Kind, Tier, Topology
 from tests.support.models import tiny_llama
 
 

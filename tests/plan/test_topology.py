@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.plan.topology import Coordinate, Topology
+from infinity.plan.types import Coordinate, Topology
 
 SHAPES = [(1, 1, 1), (4, 1, 1), (1, 3, 1), (2, 3, 4), (3, 2, 1)]
 

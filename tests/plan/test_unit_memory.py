@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from infinity.plan.eviction_order import EvictionOrder
-from infinity.plan.unit_memory import Room, UnitMemory
+from infinity.plan.orders import EvictionOrder
+from infinity.plan.pools import Room, UnitMemory
 
 
 def test_the_unit_released_longest_ago_gives_its_memory_up_first():

@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from estimators.phases import Phase, at_rest, bytes_by_phase, state_dict_nbytes
 from infinity.plan.filling import Table, in_process
-from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch, travels_alone
 from infinity.plan.layout import UnitLayout, make_layouts
 from infinity.plan.placement import Placement, UnitPlacement
 from infinity.plan.plan import Plan, make_plan
+from infinity.plan.pools import Scratch, left_nbytes, make_scratch, travels_alone
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
-from infinity.plan.topology import Topology
-from infinity.plan.types import Kind, Tier
-from infinity.simulator.phases import Phase, at_rest, bytes_by_phase, state_dict_nbytes
+from infinity.plan.types import Kind, Tier, Topology
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
 TRAINING = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from infinity.plan.activation_bytes import OffloadedCheckpoints
+from estimators.resources import Resource, ResourceQueues
+from estimators.step_time import Bound, predict
+from estimators.traffic import Link, traffic
+from infinity.plan.activations import OffloadedCheckpoints
 from infinity.plan.hardware import ASSUMED, Compute, Drive, HardwareProfile
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
-from infinity.plan.topology import Topology
-from infinity.plan.types import Kind, Tier
-from infinity.simulator.resources import Resource, ResourceQueues
-from infinity.simulator.step_time import Bound, predict
-from infinity.simulator.traffic import Link, traffic
+from infinity.plan.types import Kind, Tier, Topology
 from tests.support.clock import usual_seconds
 
 GB = 10**9

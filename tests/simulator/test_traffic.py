@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from estimators.resources import Cache
+from estimators.traffic import Link, Traffic, kept_nbytes, traffic
 from infinity.memory.folder import IN_MEMORY, look
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
-from infinity.plan.topology import Topology
-from infinity.plan.types import Kind, PartitionSpec, Tier
-from infinity.simulator.arena import Cache
-from infinity.simulator.traffic import Link, Traffic, kept_nbytes, traffic
+from infinity.plan.types import Kind, PartitionSpec, Tier, Topology
 
 WIDTH, LAYERS = 512, 12
 WARM_STEPS, STEPS = 4, 4

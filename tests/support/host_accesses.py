@@ -18,11 +18,12 @@ from unittest import mock
 
 from torch import Tensor
 
+from infinity.base.transfer import Transfer
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.nvme import NvmeTier
-from infinity.ops.piece import Piece
-from infinity.ops.transfer import Transfer
-from infinity.optim import grad_norm, update_rules
+from infinity.ops.rules import Piece
+from infinity.optim import update_rules
+from infinity.step import norms
 from tests.support import accelerator
 
 
@@ -32,7 +33,7 @@ def host_accesses_are_declared() -> Iterator[None]:
     with ExitStack() as patches:
         for owner, name, declaring in (
             (update_rules, "adam_step", _adam_step),
-            (grad_norm, "grad_stats", _grad_stats),
+            (norms, "grad_stats", _grad_stats),
             (Device, "copy", _copy),
             (Device, "add", _add),
             (NvmeTier, "read", _nvme_read),

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from infinity.ops.checksum import checksum
+from infinity.ops.crc32c import checksum
 
 NAMES = (
     "../x", "/abs", "", "a/b", "a\0b", "..", ".", "../../outside.bin", ".hidden", "x" * 5000, "a\nb", "manifest.json",

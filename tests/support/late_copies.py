@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from infinity.base.transfer import Transfer
 from infinity.memory.tiers.device import Device
-from infinity.ops.transfer import Transfer
 
 
 class Late:

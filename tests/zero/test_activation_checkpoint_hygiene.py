@@ -17,9 +17,8 @@ from torch import nn
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, StateError, TierMemoryError
-from infinity.memory import growable_pool
-from infinity.plan.recomputation import repeated_blocks
-from infinity.plan.spec import module_tree
+from infinity.memory import scratch
+from infinity.plan.spec import module_tree, repeated_blocks
 from tests.support.hub import hf_model
 from tests.support.models import token_batch
 from tests.support.oracle import settings, swap_files
@@ -130,7 +129,7 @@ def test_what_a_closed_engine_had_is_a_clear_error(tmp_path):
 
 def test_a_limit_is_kept(tmp_path, monkeypatch):
     """By the step that exceeds it, where the batch alone can tell."""
-    monkeypatch.setattr(growable_pool, "FILE_NBYTES", 4096)
+    monkeypatch.setattr(scratch, "FILE_NBYTES", 4096)
     limit = {"memory": {"nvme": {"max_bytes": LAYERS * INPUT_NBYTES // 2}}}
     with start(tmp_path, wish("nvme", tmp_path), **limit) as engine:
         with pytest.raises(TierMemoryError, match="activation checkpoints"):

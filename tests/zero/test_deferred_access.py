@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.config import DEEPSPEED
-from infinity.distributed import meeting
+from infinity.distributed import groups
 from infinity.errors import ConfigError, DesyncError, StateError
-from infinity.zero import deferred_init, value_slices
+from infinity.zero import deferred_init
+from infinity.zero import deferred_init as value_slices
 from infinity.zero.parameter import is_released
 from tests.conftest import RankPools
 from tests.zero.test_init import config
@@ -225,7 +226,7 @@ def test_ranks_keep_slices_of_what_they_have_agreed_on(tier: str, tmp_path: Path
 def alone(rank: int, world_size: int) -> tuple[list[str], list[float]]:
     """What ranks are told that do not come together; values of a block in which they do."""
     dist.init_process_group("gloo")
-    meeting.PATIENCE_SECONDS, meeting.REMIND_SECONDS = 1.0, 0.2
+    groups.PATIENCE_SECONDS, groups.REMIND_SECONDS = 1.0, 0.2
     layer = nn.Linear(3, 2)
     told = []
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import infinity
+from estimators.traffic import uses
 from infinity.engine import Engine
 from infinity.plan.prefetch import UnitAccess
-from infinity.simulator.traffic import uses
 from infinity.zero.unit import GatherState, Unit
 from tests.support.oracle import ADAM, join, settings
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.distributed.process_groups import ProcessGroups, detect
-from infinity.plan.topology import Topology
+from infinity.distributed.groups import ProcessGroups, detect
+from infinity.plan.types import Topology
 from infinity.zero.gradients import Gradients
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint.safetensors_files import WeightFolder
 from infinity.engine.model_init import open_spool
 from infinity.engine.runtime import Runtime
 from infinity.errors import StateError
 from infinity.plan.shards import Replica
 from infinity.plan.tensor_axis import TensorAxis
 from infinity.zero import deferred_init
-from infinity.zero.param_access import full_state_dict
-from infinity.zero.weight_files import WeightFolder
+from infinity.zero.access import full_state_dict
 from tests.support.shards import Cut, axis_of, engine_of, shard_of, sharded_runtime
 
 TENSOR = 2

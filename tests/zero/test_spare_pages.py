@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.memory.resizable_buffer import SparePages
-from infinity.zero.gathered_memory import GatheredMemory
+from infinity.zero.gather import GatheredMemory
 from infinity.zero.unit import Unit
 
 # Elements of the first layer of a pair; 4 and 8 MiB.

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
+from infinity.checkpoint.safetensors_files import SafetensorsFile, WeightFolder
 from infinity.errors import ConfigError, TransferError
-from infinity.zero.weight_files import SafetensorsFile, WeightFolder
 
 DATA = bytes(range(48))
 A = {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from infinity.distributed.process_groups import detect
+from infinity.distributed.groups import detect
 from infinity.errors import UnknownNameError
 from infinity.memory.tiers.device import Device
 from infinity.ops.cores import allowed_cores

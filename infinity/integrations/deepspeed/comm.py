@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.distributed.process_groups import detect
+from infinity.distributed.groups import detect
 from infinity.engine import launch
 from infinity.integrations.deepspeed.clients import adapt
 from infinity.log import logger

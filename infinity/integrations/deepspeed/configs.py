@@ -11,7 +11,7 @@ from infinity.config.resolve import ResolveContext, ResolvedConfig, resolve
 from infinity.config.section import spellings_of
 from infinity.config.training import Bf16, Fp16
 from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
-from infinity.distributed.process_groups import detect
+from infinity.distributed.groups import detect
 from infinity.engine.deepspeed_names import CONFIGURED
 from infinity.errors import UnknownNameError
 from infinity.integrations.deepspeed.entry import conventions

@@ -11,8 +11,8 @@ from torch import nn
 
 from infinity.config import load_config
 from infinity.config.conflicts import tensor_sizes
-from infinity.config.conventions import DEEPSPEED, Conventions
-from infinity.distributed.process_groups import detect
+from infinity.config.schema import DEEPSPEED, Conventions
+from infinity.distributed.groups import detect
 from infinity.engine import initialize as engine
 from infinity.engine.launch import configuration_of
 from infinity.errors import ConfigError

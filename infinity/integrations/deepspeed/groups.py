@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from infinity.distributed.process_groups import ProcessGroups, latest_groups
+from infinity.distributed.groups import ProcessGroups, latest_groups
 from infinity.integrations.deepspeed import comm
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed
 
-import infinity
+from infinity.base import VERSION as INFINITY_VERSION
 from infinity.engine.engine import Engine
 from infinity.engine.initialize import GatheredParameters
 from infinity.engine.launch import add_config_arguments
+from infinity.engine.optimizer import TieredOptimizer
 from infinity.errors import ConfigError
 from infinity.integrations import zero_to_fp32
 from infinity.integrations.deepspeed import (
@@ -36,10 +37,8 @@ from infinity.integrations.deepspeed import (
 )
 from infinity.integrations.deepspeed.refusals import Refusal, reason_of
 from infinity.log import logger
-from infinity.optim.optimizer_view import TieredOptimizer
-from infinity.parallel.layers import LayerSpec, TiedLayerSpec
-from infinity.parallel.module import PipelineModule
-from infinity.zero import leaf_modules
+from infinity.parallel.layers import LayerSpec, PipelineModule, TiedLayerSpec
+from infinity.zero import parameter
 from infinity.zero.parameter import ZeroParamStatus
 
 # The release whose names these are: clients compare it.
@@ -97,7 +96,7 @@ _OWN_KERNELS = "the optimizer's kernels are infinity's own, behind DeepSpeedCPUA
 _OPTIMIZERS = _of(optimizers, "DeepSpeedCPUAdam", "FusedAdam")
 _PIPE = {"LayerSpec": LayerSpec, "PipelineModule": PipelineModule, "TiedLayerSpec": TiedLayerSpec}
 _LEAVES = _of(
-    leaf_modules, "get_z3_leaf_modules", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+    parameter, "get_z3_leaf_modules", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module",
 )  # fmt: skip
 _FRAGMENTS = _defined(tensor_fragment)
@@ -117,7 +116,7 @@ _RECOMPUTATION = {
 
 MODULES: dict[str, Names] = {
     "": {
-        "__version__": VERSION, "__infinity__": infinity.__version__, "version": VERSION, "__git_hash__": None,
+        "__version__": VERSION, "__infinity__": INFINITY_VERSION, "version": VERSION, "__git_hash__": None,
         "__git_branch__": None, "__version_major__": 0, "__version_minor__": 19, "__version_patch__": 8,
         "DeepSpeedEngine": Engine, "PipelineEngine": PipelineEngine, "PipelineModule": PipelineModule,
         "DeepSpeedOptimizer": TieredOptimizer, "ZeROOptimizer": TieredOptimizer, "DeepSpeedConfigError": ConfigError,

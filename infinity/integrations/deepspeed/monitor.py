@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from infinity.config.schema import Config
-from infinity.distributed.process_groups import detect
+from infinity.distributed.groups import detect
 from infinity.observability.monitors import Monitors, check_installed
 
 

@@ -10,7 +10,7 @@ import torch
 from infinity.errors import ConfigError, UnknownNameError
 from infinity.integrations.deepspeed.refusals import reason_of
 from infinity.ops.build import require
-from infinity.optim.lion import LionOptimizer
+from infinity.optim.update_rules import LionOptimizer
 
 
 class ForCPU(torch.optim.Optimizer):

@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
-from infinity.distributed.process_groups import detect
+from infinity.distributed.groups import detect
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.accelerator import get_accelerator
 from infinity.log import logger

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import infinity
+from estimators.estimate import estimate
 from infinity.engine import model_init
 from infinity.engine.launch import init_distributed
 from infinity.integrations.deepspeed.entry import conventions
@@ -127,7 +127,7 @@ def _needs(
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"},
         "zero_optimization": zero,
     }  # fmt: skip
-    plan = infinity.estimate(model, config, ranks=per_node * nodes, ranks_per_node=per_node).plan
+    plan = estimate(model, config, ranks=per_node * nodes, ranks_per_node=per_node).plan
     held = {memory: sum(kinds.values()) for memory, kinds in plan.bytes_by_memory().items()}
     return held.get("cpu", 0) * per_node, held.get("gpu", 0)
 

@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from infinity.base.transfer import Transfer
 from infinity.ops.aio import BLOCK_NBYTES
-from infinity.ops.transfer import Transfer
 from infinity.plan.types import Extent
 
 # The part of the written bytes whose checksum is kept.

@@ -28,11 +28,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from infinity.memory.pages import page_aligned
-from infinity.memory.resizable_buffer import ElasticBuffer, SparePages
-from infinity.observability import trace
-from infinity.ops.transfer import Completed, Transfer
-from infinity.plan.allocator import ACCELERATOR, PROCESS
+from infinity.base import trace
+from infinity.base.transfer import Completed, Transfer
+from infinity.memory.resizable_buffer import ElasticBuffer, SparePages, page_aligned
+from infinity.plan.capacity import ACCELERATOR, PROCESS
 from infinity.plan.types import HUGE_PAGE
 
 # Bounds of memory on its way down where the plan has none, and of the number of copies, which are scanned.

@@ -33,15 +33,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from infinity.config.untrusted import open_regular, reason, shortened
+from infinity.base import trace
+from infinity.base.transfer import Transfer
+from infinity.base.untrusted import open_regular, reason, shortened
 from infinity.errors import CapacityError, ConfigError, TransferError
 from infinity.log import logger
 from infinity.memory.folder import look
 from infinity.memory.tiers.base import Checked, Folders, QueueOptions, TierBackend
 from infinity.memory.tiers.striping import PROBE_NBYTES, Stripe, Stripes, measured_weights
-from infinity.observability import trace
 from infinity.ops.aio import File, Queue, Request
-from infinity.ops.transfer import Transfer
 from infinity.plan.types import Extent
 
 _PREFIX = "infinity-swap-"

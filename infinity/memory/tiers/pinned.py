@@ -21,9 +21,9 @@ from torch import Tensor
 from infinity.config.load import heap_is_tuned
 from infinity.log import warn_once
 from infinity.memory.ledger import Ledger
-from infinity.memory.pages import page_aligned
+from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.tiers.device import Device
-from infinity.plan.allocator import PROCESS
+from infinity.plan.capacity import PROCESS
 
 # Bytes of a chunk, once the driver has refused a whole buffer.
 _CHUNK_NBYTES = 256 << 20

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from infinity.memory.pages import page_aligned
+from infinity.memory.resizable_buffer import page_aligned
 from infinity.ops.aio import File, Queue
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent
 

@@ -1,0 +1,465 @@
+"""Space that grows during the first step and is then reused, for bytes that depend on the batch and not on the plan.
+
+A block is a buffer in CPU memory, or a file of its own. When no block has room, another is added. Once all pieces have
+been returned and more was needed than ever before, one block of that size replaces all others. The ledger books pieces
+that are out as activations, and reserved bytes that are not out as a pool.
+
+Partitions that have left their home for a while: their bytes lie in CPU memory or in a swap file of their own.
+
+Such a partition is ABSENT to its state machine. The store brings it back when a lease of it begins, so no value is ever
+missing. A move is a copy, after which the source is given up: an error in between leaves the value where it was.
+
+The files that one rank's values go to while a model is being built, and the memory of what is on its way there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.base.transfer import Transfer
+from infinity.memory.arena import Arena, piece_nbytes
+from infinity.memory.drives import free_nvme_nbytes
+from infinity.memory.ledger import Ledger
+from infinity.memory.partition import Partition
+from infinity.memory.resizable_buffer import page_aligned
+from infinity.memory.tiers.base import MemoryBackend, QueueOptions, TierBackend
+from infinity.memory.tiers.nvme import NvmeTier
+from infinity.memory.tiers.pinned import HostMemory
+from infinity.plan.types import EXTENT_ALIGNMENT, Extent, Key, Kind, Tier, align_up
+
+
+@dataclass(slots=True, eq=False)
+class PoolBlock:
+    """A range of bytes and the pieces of it that are out. file: where the bytes lie; the arena then has no memory."""
+
+    arena: Arena
+    file: TierBackend | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PoolBuffer:
+    """Bytes of one block. In CPU memory `memory` is uint8, [nbytes], on a page; of a file it is only the place."""
+
+    block: PoolBlock
+    memory: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of its slab."""
+        return piece_nbytes(self.memory.numel())
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in its slab, in bytes."""
+        return int(self.memory.storage_offset())
+
+
+class GrowablePool:
+    """Hands out pieces and takes them back. holds_values: values live in the pieces and do not only pass through."""
+
+    def __init__(
+        self, tier: Tier, make: Callable[[int], PoolBlock], *, ledger: Ledger, holds_values: bool, owner: str,
+        least_nbytes: int = 0,
+    ) -> None:  # fmt: skip
+        self._tier = tier
+        self._make = make
+        self._ledger = ledger
+        self._kind = Kind.ACTIVATION if holds_values else Kind.POOL
+        self._owner = owner
+        self._least_nbytes = least_nbytes
+        self._blocks: list[PoolBlock] = []
+        # The most that was out, and how much of it one slab already holds.
+        self._most_nbytes = 0
+        self._merged_nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return sum(slab.arena.nbytes for slab in self._blocks)
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes of the pieces that are out."""
+        return sum(slab.arena.taken_nbytes for slab in self._blocks)
+
+    @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the largest slab."""
+        return max((slab.arena.nbytes for slab in self._blocks), default=0)
+
+    def take(self, nbytes: int) -> PoolBuffer | None:
+        """A piece of `nbytes` bytes, or None where no slab has room."""
+        for slab in self._blocks:
+            memory = slab.arena.take(nbytes)
+            if memory is not None:
+                piece = PoolBuffer(slab, memory)
+                self._move(piece.nbytes)
+                self._most_nbytes = max(self._most_nbytes, self.taken_nbytes)
+                return piece
+        return None
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve a slab of at least `nbytes` more. TierMemoryError beyond the tier's limit, TransferError where the
+        drive has no room.
+        """
+        size = max(piece_nbytes(nbytes), self._least_nbytes)
+        with self._ledger.taking(self._tier, {Kind.POOL: size}, self._owner):
+            self._blocks.append(self._make(size))
+
+    def give(self, piece: PoolBuffer) -> None:
+        """Return a piece."""
+        if piece.block in self._blocks:
+            self._move(-piece.nbytes)
+            piece.block.arena.give(piece.memory)
+
+    def settle(self) -> None:
+        """Where everything has been returned: one slab of the size that was needed, instead of several."""
+        if len(self._blocks) < 2 or self._most_nbytes <= self._merged_nbytes or self.taken_nbytes:
+            return
+        self._merged_nbytes = self._most_nbytes
+        self.close()
+        self.grow(self._merged_nbytes)
+
+    def close(self) -> None:
+        """Give everything back. Raises the first failure of a file that nobody has seen."""
+        slabs, self._blocks = self._blocks, []
+        failure: BaseException | None = None
+        for slab in slabs:
+            taken = slab.arena.taken_nbytes
+            self._ledger.add(self._tier, self._kind, -taken)
+            self._ledger.add(self._tier, Kind.POOL, taken - slab.arena.nbytes)
+            slab.arena.close()
+            try:
+                if slab.file is not None:
+                    slab.file.close()
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _move(self, nbytes: int) -> None:
+        """Book what goes out of the pool, or comes back."""
+        if self._kind is not Kind.POOL:
+            for kind, amount in ((Kind.POOL, -nbytes), (self._kind, nbytes)):
+                self._ledger.add(self._tier, kind, amount)
+
+
+def host_pool(host: HostMemory, *, ledger: Ledger, holds_values: bool) -> GrowablePool:
+    """Slabs in CPU memory, pinned where `host` pins."""
+    return GrowablePool(
+        Tier.CPU, lambda nbytes: PoolBlock(_HostArena("checkpoints", host, nbytes)), ledger=ledger,
+        holds_values=holds_values, owner="activation checkpoints" if holds_values else "staging of checkpoints",
+    )  # fmt: skip
+
+
+def file_pool(open_file: Callable[[int], TierBackend], tier: Tier, *, ledger: Ledger) -> GrowablePool:
+    """Slabs that are swap files on a tier; `open_file` makes one of so many bytes."""
+
+    def make(nbytes: int) -> PoolBlock:
+        file = open_file(nbytes)
+        # An arena of places: nothing is ever read or written in a tensor without memory.
+        return PoolBlock(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), file)
+
+    return GrowablePool(
+        tier, make, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=FILE_NBYTES
+    )
+
+
+# The least size of a file: the first ones of a first step would be many and small.
+FILE_NBYTES = 64 << 20
+
+
+class _HostArena(Arena):
+    """An arena whose buffer is unpinned when it is closed."""
+
+    def __init__(self, name: str, host: HostMemory, nbytes: int) -> None:
+        super().__init__(name, host.allocate(nbytes))
+        self._host = host
+
+    def close(self) -> None:
+        self._host.release(self.buffer)
+        super().close()
+
+# Bytes moved to or from a drive at a time, and how many such parts are in flight.
+_PART_NBYTES = 8 << 20
+_OFFLOADED_PARTS_MAX = 4
+
+
+class Refuge(Protocol):
+    """Where partitions go."""
+
+    # The tier that the ledger books them on.
+    tier: Tier
+
+    def put(self, key: Key, source: Tensor) -> None:
+        """Keep a copy of `source` (uint8, flat)."""
+
+    def get(self, key: Key, target: Tensor) -> None:
+        """Copy what `put` has kept into `target`; it stays until `forget`."""
+
+    def forget(self, key: Key) -> None:
+        """Give up what `put` has kept."""
+
+    def close(self) -> None:
+        """Give up everything."""
+
+
+class MemoryRefuge:
+    """A buffer in CPU memory for each partition. settle: waits for copies that the device still makes."""
+
+    tier = Tier.CPU
+
+    def __init__(self, memory: MemoryBackend, settle: Callable[[], None]) -> None:
+        self._memory = memory
+        self._settle = settle
+        self._buffers: dict[Key, Tensor] = {}
+
+    def put(self, key: Key, source: Tensor) -> None:
+        """See `Refuge`."""
+        buffer = self._memory.allocate(source.numel())
+        buffer.copy_(source)
+        self._settle()
+        self._buffers[key] = buffer
+
+    def get(self, key: Key, target: Tensor) -> None:
+        """See `Refuge`."""
+        target.copy_(self._buffers[key])
+        self._settle()
+
+    def forget(self, key: Key) -> None:
+        """See `Refuge`."""
+        self._memory.release(self._buffers.pop(key))
+
+    def close(self) -> None:
+        """See `Refuge`."""
+        self._buffers.clear()
+        self._memory.close()
+
+
+class DriveRefuge:
+    """A swap file that is removed with its last partition. open_file: reserves bytes on the drive; called at once."""
+
+    tier = Tier.NVME
+
+    def __init__(self, open_file: Callable[[int], TierBackend], sizes: dict[Key, int]) -> None:
+        self._offsets: dict[Key, int] = {}
+        # Those that are in the file: an error may leave others out.
+        self._held: set[Key] = set()
+        end = 0
+        for key, nbytes in sizes.items():
+            self._offsets[key] = end
+            end += align_up(nbytes, EXTENT_ALIGNMENT)
+        self._file: TierBackend | None = open_file(end)
+
+    def put(self, key: Key, source: Tensor) -> None:
+        """See `Refuge`. Through memory of a few parts, from where direct I/O writes."""
+        assert self._file is not None
+        offset, writing = self._offsets[key], deque[tuple[Transfer, Tensor]]()
+        try:
+            for begin in range(0, source.numel(), _PART_NBYTES):
+                part = source[begin : begin + _PART_NBYTES]
+                room = _room(writing)
+                room[: part.numel()].copy_(part)
+                nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
+                writing.append((self._file.write(Extent(offset + begin, nbytes), room[:nbytes]), room))
+        finally:
+            while writing:
+                writing.popleft()[0].wait()
+        self._held.add(key)
+
+    def get(self, key: Key, target: Tensor) -> None:
+        """See `Refuge`."""
+        assert self._file is not None
+        offset, reading = self._offsets[key], deque[tuple[Transfer, Tensor, Tensor]]()
+        rooms: list[Tensor] = []
+
+        def arrive() -> None:
+            transfer, room, part = reading.popleft()
+            transfer.wait()
+            part.copy_(room[: part.numel()])
+            rooms.append(room)
+
+        for begin in range(0, target.numel(), _PART_NBYTES):
+            if len(reading) == _OFFLOADED_PARTS_MAX:
+                arrive()
+            part = target[begin : begin + _PART_NBYTES]
+            room = rooms.pop() if rooms else page_aligned(_PART_NBYTES)
+            nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
+            reading.append((self._file.read(Extent(offset + begin, nbytes), room[:nbytes]), room, part))
+        while reading:
+            arrive()
+
+    def forget(self, key: Key) -> None:
+        """See `Refuge`."""
+        self._held.remove(key)
+        if not self._held:
+            self.close()
+
+    def close(self) -> None:
+        """See `Refuge`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _room(writing: deque[tuple[Transfer, Tensor]]) -> Tensor:
+    if len(writing) < _OFFLOADED_PARTS_MAX:
+        return page_aligned(_PART_NBYTES)
+    transfer, room = writing.popleft()
+    transfer.wait()
+    return room
+
+
+class Offloaded:
+    """The partitions that are elsewhere, and where. Called with the store's lock held."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._places: dict[Key, tuple[Refuge, dict[Kind, int]]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._places
+
+    def keys(self) -> list[Key]:
+        """The keys of what is elsewhere."""
+        return [*self._places]
+
+    def keep(self, partition: Partition, refuge: Refuge) -> None:
+        """Copy a partition's value to a refuge; the caller gives its buffer up then."""
+        assert partition.buffer is not None
+        kinds = dict[Kind, int]()
+        for section in partition.spec.sections:
+            kinds[section.kind] = kinds.get(section.kind, 0) + section.nbytes
+        with self._ledger.taking(refuge.tier, kinds, f"{partition.key}, offloaded"):
+            refuge.put(partition.key, partition.buffer)
+        self._places[partition.key] = refuge, kinds
+
+    def restore(self, key: Key, buffer: Tensor) -> None:
+        """Bring a value back into its partition's new buffer."""
+        self._places[key][0].get(key, buffer)
+        self.forget(key)
+
+    def forget(self, key: Key) -> None:
+        """Give up a value that is elsewhere."""
+        refuge, kinds = self._places.pop(key)
+        self._unbook(refuge, kinds)
+        refuge.forget(key)
+
+    def booked(self) -> dict[tuple[Tier, Kind], int]:
+        """What the ledger has of it."""
+        sums: dict[tuple[Tier, Kind], int] = {}
+        for refuge, kinds in self._places.values():
+            for kind, nbytes in kinds.items():
+                sums[refuge.tier, kind] = sums.get((refuge.tier, kind), 0) + nbytes
+        return sums
+
+    def close(self) -> None:
+        """Give up everything."""
+        for refuge, kinds in self._places.values():
+            self._unbook(refuge, kinds)
+        for refuge in {id(refuge): refuge for refuge, _ in self._places.values()}.values():
+            refuge.close()
+        self._places.clear()
+
+    def _unbook(self, refuge: Refuge, kinds: dict[Kind, int]) -> None:
+        for kind, nbytes in kinds.items():
+            self._ledger.add(refuge.tier, kind, -nbytes)
+
+# Swap files grow by whole files of so many bytes, or of a share of what is free where that is less.
+_FILE_NBYTES, _FREE_SHARE = 1 << 30, 4
+_WRITING_MAX = 8
+
+
+class SwapFiles:
+    """Swap files in `directory` (the folders of one tier) that grow with what is written. Used by one thread."""
+
+    def __init__(self, directory: Sequence[str], *, rank: int, timeout_seconds: float) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._timeout = timeout_seconds
+        # Each with the bytes that are taken.
+        self._files: list[tuple[NvmeTier, int]] = []
+        # Parts on their way to the drive, with the memory that they lie in, and memory for others.
+        self._writing: deque[tuple[Transfer, Tensor]] = deque()
+        self._rooms: list[Tensor] = []
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of memory for parts on their way to the drive."""
+        return (len(self._writing) + len(self._rooms)) * _PART_NBYTES
+
+    def allocate(self, nbytes: int) -> tuple[NvmeTier, Extent]:
+        """Return a place for `nbytes` (a multiple of the alignment) in the newest file, or in a new one."""
+        if not self._files or self._files[-1][1] + nbytes > self._files[-1][0].nbytes:
+            share = free_nvme_nbytes(self._directory) // _FREE_SHARE // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+            size = max(nbytes, min(_FILE_NBYTES, share))
+            options = QueueOptions(timeout_seconds=self._timeout)
+            tier = NvmeTier.open(self._directory, nbytes=size, rank=self._rank, options=options)
+            self._files.append((tier, 0))
+        tier, used = self._files[-1]
+        self._files[-1] = (tier, used + nbytes)
+        return tier, Extent(used, nbytes)
+
+    def write(self, tier: NvmeTier, extent: Extent, values: Tensor) -> None:
+        """Submit writes of the bytes of `values` in parts, from buffers that direct I/O accepts."""
+        flat = values.detach().contiguous().view(-1).view(torch.uint8)
+        for begin in range(0, flat.numel(), _PART_NBYTES):
+            part = flat[begin : begin + _PART_NBYTES]
+            room = self._room()
+            room[: part.numel()].copy_(part)
+            nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
+            self._writing.append((tier.write(Extent(extent.offset + begin, nbytes), room[:nbytes]), room))
+
+    def drain(self) -> None:
+        """Wait until every part is on the drive."""
+        while self._writing:
+            transfer, room = self._writing.popleft()
+            transfer.wait()
+            self._rooms.append(room)
+
+    def settle(self) -> None:
+        """Wait likewise, and free the memory of the parts."""
+        self.drain()
+        self._rooms.clear()
+
+    def remove(self, tier: NvmeTier | None) -> None:
+        """Remove a file in which no values are left."""
+        for index, (candidate, _) in enumerate(self._files):
+            if candidate is tier:
+                candidate.close()
+                del self._files[index]
+                return
+
+    def close(self) -> None:
+        """Remove every file; idempotent."""
+        # Their queues end what is in flight.
+        for tier, _ in self._files:
+            tier.close()
+        self._files.clear()
+        self._writing.clear()
+        self._rooms.clear()
+
+    def _room(self) -> Tensor:
+        """Return memory for a part: new memory, or that of the oldest part in flight, once it is written."""
+        if self._rooms:
+            return self._rooms.pop()
+        if len(self._writing) < _WRITING_MAX:
+            return page_aligned(_PART_NBYTES)
+        transfer, room = self._writing.popleft()
+        transfer.wait()
+        return room
+
+
+def read_extent(tier: NvmeTier, extent: Extent) -> tuple[Tensor, list[Transfer]]:
+    """Submit reads of what `SwapFiles.write` wrote, which is on the drive; returns its bytes (uint8, flat) to come."""
+    offset, nbytes = extent.offset, extent.nbytes
+    buffer = page_aligned(nbytes)
+    # Cut as it was written: of each part the tier knows a checksum.
+    parts = [(begin, buffer[begin : begin + _PART_NBYTES]) for begin in range(0, nbytes, _PART_NBYTES)]
+    return buffer, [tier.read(Extent(offset + begin, part.numel()), part) for begin, part in parts]

@@ -1,0 +1,122 @@
+"""The norms of gradients (as sums of squares), and how many elements are not finite: by unit and by parameter.
+
+Each unit is summed in a fixed tree, so that the bits of a sum depend on neither placement nor threads nor on when a
+unit was measured.
+
+Clipping by the global gradient norm, folded into the factor that the optimizer multiplies gradients with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from infinity.base import trace
+from infinity.memory.store import TieredStore
+from infinity.memory.transaction import Reservation
+from infinity.ops.adam import GradStats, grad_stats
+from infinity.plan.layout import Slot
+from infinity.plan.plan import Plan
+from infinity.plan.types import Key, Kind
+
+# A batch is measured behind the program once it has as many bytes, or as many units.
+_BATCH_NBYTES_MIN = 1 << 20
+_BATCH_UNITS_MAX = 64
+
+
+class Norms:
+    """The norms of one rank's gradient partitions. `index` is this rank's place among the ranks that share a unit."""
+
+    def __init__(self, plan: Plan, store: TieredStore, *, index: int) -> None:
+        self._plan = plan
+        self._store = store
+        self._index = index
+        self._trained = [layout for layout in plan.layouts if layout.trainable]
+        self._found: dict[int, GradStats] = {}
+        # Units that wait to be measured in a batch, and the bytes of their gradients.
+        self._waiting: dict[int, int] = {}
+
+    def forget(self, unit: int) -> None:
+        """Drop what was measured of a unit: its gradients have changed."""
+        self._found.pop(unit, None)
+
+    def unqueue(self, unit: int) -> None:
+        """Let a unit no longer wait for the next batch."""
+        self._waiting.pop(unit, None)
+
+    def batch(self, unit: int) -> list[int]:
+        """Let a unit wait to be measured; return all that wait once they are worth a job of their own, else none.
+
+        What still waits at the boundary is measured there, by `by_unit`.
+        """
+        self._waiting[unit] = self._store[Key(Kind.GRAD, unit)].spec.nbytes
+        if sum(self._waiting.values()) < _BATCH_NBYTES_MIN and len(self._waiting) < _BATCH_UNITS_MAX:
+            return []
+        units = [*self._waiting]
+        self._waiting.clear()
+        return units
+
+    def measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
+        """Measure these units now. `reservation` holds their gradients, if any does, and then releases them."""
+        keys = [Key(Kind.GRAD, unit) for unit in units]
+        with self._store.read(*keys, by=reservation) as partitions, trace.span(trace.COMPUTE, "gradient norm"):
+            found = _stats([partition.view(Kind.GRAD) for partition in partitions])
+        self._found.update(zip(units, found, strict=True))
+        if reservation is not None:
+            self._store.access.release(reservation, *keys)
+
+    def by_unit(self) -> dict[int, GradStats]:
+        """Return the sum of squares (fp64) and the number of non-finite elements of each trained unit, in the plan's
+        order, and forget them.
+
+        Measures what is not measured yet.
+        """
+        self._waiting.clear()
+        self.measure([layout.index for layout in self._trained if layout.index not in self._found], None)
+        found = {layout.index: self._found[layout.index] for layout in self._trained}
+        self._found.clear()
+        return found
+
+    def by_parameter(self, behind: Reservation | None) -> dict[tuple[int, Slot], GradStats]:
+        """Measure each parameter, by (unit, slot).
+
+        behind: the reservation of a step that may still run; it reads the gradients too, so it is not waited for.
+        """
+        pieces: list[tuple[int, Slot, Tensor]] = []
+        keys = [Key(Kind.GRAD, layout.index) for layout in self._trained]
+        with self._store.read(*keys, by=behind) as partitions:
+            for layout, partition in zip(self._trained, partitions, strict=True):
+                held = partition.view(Kind.GRAD)
+                first = layout.partition_start(self._plan.placement.units[layout.index].parts, self._index)
+                pieces += [
+                    (layout.index, overlap.slot, held[overlap.range_start : overlap.range_start + overlap.numel])
+                    for overlap in layout.overlaps(first, first + held.numel())
+                ]
+            found = _stats([tensor for *_, tensor in pieces])
+            return {(unit, slot): stats for (unit, slot, _), stats in zip(pieces, found, strict=True)}
+
+
+def _stats(tensors: Sequence[Tensor]) -> list[GradStats]:
+    """Measure gradients with one call a device: they may have different homes (a `ratio` below 1, "auto")."""
+    homes: dict[bool, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        homes.setdefault(tensor.is_cpu, []).append(index)
+    found = {
+        index: stats
+        for indices in homes.values()
+        for index, stats in zip(indices, grad_stats([tensors[index] for index in indices]), strict=True)
+    }
+    return [found[index] for index in range(len(tensors))]
+
+
+def clip_factor(norm: float, clip_norm: float) -> float:
+    """Return the factor that brings gradients of global norm `norm` to at most `clip_norm` (0: no clipping).
+
+    The formula is that of torch.nn.utils.clip_grad_norm_: clip_norm / (norm + 1e-6), at most 1. A norm that is not
+    finite clips nothing.
+    """
+    if clip_norm <= 0.0 or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, clip_norm / (norm + 1e-6))

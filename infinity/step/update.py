@@ -1,0 +1,219 @@
+"""The step of one sub-group: lease its partitions, cut them where hyper-parameters change, apply the update rule.
+
+One pass over sub-groups: step those that are ready, fetch the next, flush what no later sub-group needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.base import trace
+from infinity.base.transfer import Transfer
+from infinity.memory.partition import Partition
+from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
+from infinity.memory.transaction import Reservation
+from infinity.optim.update_rules import Segment, StepContext, StepSlice, UpdateRule
+from infinity.plan.layout import SubGroup
+from infinity.plan.orders import ReadyQueue
+from infinity.plan.partitions import STEP_READS, changed_by
+from infinity.plan.plan import Plan
+from infinity.plan.types import CACHE_LINE, Key, Kind, align_up
+
+
+def touched_by(groups: Sequence[SubGroup]) -> list[Key]:
+    """Every partition that a step of these sub-groups reads or writes, once for each sub-group that does."""
+    return [key for group in groups for key in (*changed_by(group), *_grads_of(group))]
+
+
+def _grads_of(group: SubGroup) -> list[Key]:
+    return [Key(Kind.GRAD, piece.unit) for piece in group.slices]
+
+
+class SubGroupUpdater:
+    """Steps sub-groups in place with one update rule.
+
+    index: this rank's place among the ranks that share a unit.
+    grad_bound: each gradient element is clamped to this magnitude, once scaled; infinity for no clamp.
+
+    [Note: stepped elsewhere] Values are stepped where the states lie. Those with another home are copied there first;
+    into CPU memory through the plan's staging. On the way back the device orders the copies with the program's stream,
+    and the host waits only before it uses the staging again. What is staged was last used before the step began, so its
+    copies, in both directions, do not wait for what the program has queued since.
+    """
+
+    def __init__(
+        self, plan: Plan, store: TieredStore, rule: UpdateRule, *, device: Device, index: int, grad_bound: float
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._rule = rule
+        self._device = device
+        self._index = index
+        self._grad_bound = grad_bound
+        # Copies out of the staging that may still run, and the bytes of it that the sub-group in work uses.
+        self._leaving: list[Transfer] = []
+        self._staged_nbytes = 0
+
+    def mark(self) -> Any:
+        """Return the device's mark of a step's begin, for what is copied in it."""
+        return self._device.mark()
+
+    def update(self, group: SubGroup, context: StepContext, by: Reservation | None) -> None:
+        """Step one sub-group; its partitions are fetched first if they are not in memory.
+
+        by: the reservation that holds the partitions, if the step runs behind the program.
+        """
+        with (
+            self._store.read(*_grads_of(group), by=by) as grads,
+            self._store.write(*changed_by(group), by=by) as (states, *params),
+        ):
+            slices: list[StepSlice] = []
+            # What was copied to where the states lie: the copies, and whole parameters with their homes.
+            arriving: list[Transfer] = []
+            copies: list[tuple[Tensor, Tensor]] = []
+            assert states.buffer is not None
+            device = states.buffer.device
+            for (piece, at), grad, param in zip(group.placed(), grads, params, strict=True):
+                span = slice(piece.start, piece.stop)
+                home = param.view(Kind.PARAM)[span]
+                local = self._bring(home, device, arriving, context.begun)
+                local_grad = self._bring(grad.view(Kind.GRAD)[span], device, arriving, context.begun)
+                if local is not home:
+                    copies.append((home, local))
+                layout = self._plan.layouts[piece.unit]
+                parts = self._plan.placement.units[piece.unit].parts
+                first = layout.partition_start(parts, self._index) + piece.start
+                for segment in context.segments(layout, piece, first, joins=self._rule.joins):
+                    span, hyper = slice(segment.start, segment.start + segment.numel), context.hyper[segment.group]
+                    slices.append(self._slice(states, at, local[span], local_grad[span], segment, hyper))
+            for transfer in arriving:
+                self._arrive(transfer, device)
+            with trace.span(trace.COMPUTE, "optimizer", states.key, states.spec.nbytes):
+                self._rule.step(slices, grad_scale=context.grad_scale, grad_bound=self._grad_bound)
+            self._return(copies, context.begun)
+
+    def _bring(self, tensor: Tensor, device: torch.device, arriving: list[Transfer], begun: Any) -> Tensor:
+        """The tensor, if it lies where the states lie; else a copy that is added to `arriving`."""
+        if tensor.device == device:
+            return tensor
+        if device.type != "cpu":
+            copy = self._device.empty(tensor.numel(), tensor.dtype)
+            arriving.append(self._device.copy(copy, tensor))
+        else:
+            for transfer in self._leaving:
+                self._device.arrived(transfer)
+            self._leaving.clear()
+            begin, end = self._staged_nbytes, self._staged_nbytes + tensor.nbytes
+            self._staged_nbytes = align_up(end, CACHE_LINE)
+            copy = self._store.staging[begin:end].view(tensor.dtype)
+            arriving.append(self._device.copy_since(copy, tensor, begun))
+        return copy
+
+    def _arrive(self, transfer: Transfer, device: torch.device) -> None:
+        """Wait for a copy to a device: the host, if that is the CPU; else only the device."""
+        if device.type == "cpu":
+            self._device.arrived(transfer)
+        else:
+            transfer.wait()
+
+    def _return(self, copies: Sequence[tuple[Tensor, Tensor]], begun: Any) -> None:
+        """Copy stepped parameters to their homes, which the program may use at once."""
+        for home, local in copies:
+            staged = local.is_cpu
+            transfer = self._device.copy_since(home, local, begun) if staged else self._device.copy(home, local)
+            self._arrive(transfer, home.device)
+            if not home.is_cpu:
+                self._leaving.append(transfer)
+        self._staged_nbytes = 0
+
+    def _slice(
+        self, states: Partition, at: int, param: Tensor, grad: Tensor, segment: Segment, hyper: object
+    ) -> StepSlice:
+        """Return a segment with its states. at: where the states of the segment's slice begin in the sub-group's."""
+        span = slice(at + segment.start, at + segment.start + segment.numel)
+        kinds = {section.kind for section in states.spec.sections}
+        return StepSlice(
+            segment, hyper, param, grad, [states.view(kind)[span] for kind in self._rule.moments],
+            remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
+            master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None,
+        )  # fmt: skip
+
+
+def prefetch(store: TieredStore, by: Reservation | None, group: SubGroup) -> bool:
+    """Begin to read what a sub-group's step changes; False if there is no room."""
+    return store.prefetch(*changed_by(group), by=by)
+
+
+def in_memory(store: TieredStore, group: SubGroup) -> bool:
+    """Whether a sub-group with states on NVMe can be stepped without a read.
+
+    Only then is it worth stepping first: a parameter that is fetched for a few of its sub-groups would be written back
+    for others, and fetched again for the rest.
+    """
+    keys = changed_by(group)
+    return store[keys[0]].on_drive and all(map(store.in_memory, keys))
+
+
+class StepPass:
+    """The sub-groups of one step, from ready to flushed.
+
+    order: every sub-group of the pass, those that are needed first in front.
+    reservation: holds the partitions of a pass behind the program; None if the pass runs in the program's own thread.
+    """
+
+    def __init__(
+        self, order: Sequence[SubGroup], store: TieredStore, updater: SubGroupUpdater, reservation: Reservation | None
+    ) -> None:
+        self.reservation = reservation
+        # Indices of the sub-groups that were made ready.
+        self.begun: set[int] = set()
+        self._store = store
+        self._updater = updater
+        # How many sub-groups are still to use each partition.
+        self._uses = Counter(touched_by(order))
+        self._ready: ReadyQueue[StepContext] = ReadyQueue(
+            order, fetch=partial(prefetch, store, reservation), in_memory=partial(in_memory, store)
+        )
+
+    def reserve(self, groups: Sequence[SubGroup]) -> None:
+        """Hold the partitions of these sub-groups until they are stepped."""
+        assert self.reservation is not None
+        self._store.access.reserve(self.reservation, *touched_by(groups))
+
+    def add(self, groups: Sequence[SubGroup], context: StepContext) -> None:
+        """Make these sub-groups ready."""
+        self.begun.update(group.index for group in groups)
+        self._ready.add(groups, context)
+
+    def fetch_next(self) -> None:
+        """Begin to fetch the sub-group that is next."""
+        self._ready.fetch(1)
+
+    def run(self, count: int, stopping: threading.Event) -> None:
+        """Step `count` ready sub-groups, one after the other; end early if `stopping` is set or the store refuses."""
+        for _ in range(count):
+            if stopping.is_set():
+                return
+            if self.reservation is not None and not self._store.access.begin_work(self.reservation):
+                return
+            done: list[Key] = []
+            try:
+                group, context = self._ready.take()
+                self._ready.fetch(STEP_READS)
+                keys = touched_by([group])
+                self._uses.subtract(keys)
+                self._updater.update(group, context, self.reservation)
+                last = [key for key in keys if self._uses[key] <= 0]
+                self._store.flush(*last)
+                done = last
+            finally:
+                if self.reservation is not None:
+                    self._store.access.end_work(self.reservation, *done)
