@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import infinity
-from infinity.checkpoint.safetensors_files import WeightFolder
+from infinity.checkpoint.weight_files import WeightFolder
 from infinity.plan.plan import Plan
 from infinity.plan.types import Tier
 from infinity.zero.deferred_init import WINDOW_NBYTES

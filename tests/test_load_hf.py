@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import infinity
-from infinity.checkpoint.safetensors_files import SafetensorsFile
+from infinity.checkpoint.weight_files import SafetensorsFile
 from infinity.errors import ConfigError, TransferError
 from infinity.integrations import huggingface
 from infinity.log import PhaseProgress

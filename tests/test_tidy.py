@@ -19,16 +19,11 @@ PYTHON = (*PACKAGES, "examples", "benchmarks", "tests")
 NATIVE = (".cpp", ".h", ".inl", ".cu", ".cuh")
 TEXT = (".py", ".toml", ".txt", ".md", ".json", *NATIVE)
 
-FILE_LINES = 800
-TEST_FILE_LINES = 800
 FUNCTION_LINES = 60
 # Functions that are longer for a reason that is written here.
 LONG_FUNCTIONS: dict[str, str] = {}
 # Packages within packages, which the architecture names.
-DEEP = (
-    "infinity/memory/tiers/", "infinity/distributed/hang_detection/", "infinity/checkpoint/export/",
-    "infinity/checkpoint/deepspeed/",
-)  # fmt: skip
+DEEP = ("infinity/memory/tiers/", "infinity/checkpoint/deepspeed/")
 # Laid out and named as another project is.
 FOREIGN = ("infinity/integrations/deepspeed/", "infinity/integrations/as_deepspeed/")
 # Modules that print because they are command lines.
@@ -49,14 +44,6 @@ def files(root: Path, folders: tuple[str, ...], suffixes: tuple[str, ...] = (".p
             written = file.is_relative_to(root / "tests" / "data" / "checkpoints")
             if file.suffix in suffixes and file.is_file() and "__pycache__" not in file.parts and not written:
                 yield file.relative_to(root).as_posix(), file
-
-
-def long_files(root: Path) -> Iterator[str]:
-    """Files of more lines than a reader holds in mind."""
-    for name, file in files(root, (*PACKAGES, "csrc", "tests"), (".py", *NATIVE)):
-        count = len(file.read_text().splitlines())
-        if count >= (TEST_FILE_LINES if name.startswith("tests/") else FILE_LINES):
-            yield f"{name}: {count} lines"
 
 
 def long_functions(root: Path) -> Iterator[str]:
@@ -158,7 +145,7 @@ def _is_code(text: str) -> bool:
 
 
 RULES: tuple[Callable[[Path], Iterator[str]], ...] = (
-    long_files, long_functions, drawers, banners, left_overs, machine_paths, prints, undocumented, relative_imports,
+    long_functions, drawers, banners, left_overs, machine_paths, prints, undocumented, relative_imports,
     dead_code,
 )  # fmt: skip
 
@@ -170,9 +157,6 @@ def test_the_house_is_tidy(rule):
 
 DOCUMENTED = '"""A module."""\n'
 PLANTED = {
-    "a long file": (long_files, "infinity/a.py", DOCUMENTED * FILE_LINES),
-    "a long source": (long_files, "csrc/adam/a.cpp", "int x;\n" * FILE_LINES),
-    "a long test": (long_files, "tests/test_a.py", "x = 1\n" * TEST_FILE_LINES),
     "a long function": (long_functions, "infinity/a.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
     "a drawer": (drawers, "infinity/plan/utils.py", DOCUMENTED),
     "too deep": (drawers, "infinity/plan/tree/a.py", DOCUMENTED),

@@ -21,7 +21,7 @@ from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import BUFFER, MANIFEST, PARAM, Manifest, TensorInfo, check_files, explained
 from infinity.checkpoint.model_folder import SHARD_NBYTES, Description, TensorSource, copy_files, float_dtype
 from infinity.checkpoint.restore import CheckpointSource
-from infinity.checkpoint.safetensors_files import (
+from infinity.checkpoint.weight_writer import (
     EXPORT_NUMEL,
     WeightWriter,
     as_bytes,

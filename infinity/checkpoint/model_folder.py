@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity.base.untrusted import plain_name
 from infinity.checkpoint.format import ExportBody
 from infinity.checkpoint.pieces import persistent_buffers, tied_names
-from infinity.checkpoint.safetensors_files import Entry, WeightFile, cut_into_shards, index_of
+from infinity.checkpoint.weight_writer import Entry, WeightFile, cut_into_shards, index_of
 from infinity.errors import ConfigError
 from infinity.log import logger
 from infinity.plan.spec import dtype_name

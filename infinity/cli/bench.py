@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infinity.cli.doctor import processor
+from infinity.cli.engine_facts import processor
 from infinity.cli.terminal import TaskProgress, format_table, say
 from infinity.errors import ConfigError
 from infinity.memory.folder import FolderInfo, look

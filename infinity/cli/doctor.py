@@ -9,13 +9,9 @@ The doctor's facts as a value: versions, packages, libraries, back ends, limits 
 
 Imports only the standard library. It loads `engine_facts`, which needs torch, if all required packages work.
 
-The doctor's facts that need torch: devices, I/O back ends, threads and free memory.
-
 The required and optional packages of infinity, each imported to check that it works.
 
 Imports only the standard library. tests/cli/test_doctor compares the tables with pyproject.toml.
-
-The processor's name.
 """
 
 from __future__ import annotations
@@ -31,18 +27,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import cpuinfo
-import torch
-
 from infinity.cli.terminal import format_table, say
-from infinity.errors import ExtensionError, InfinityError
+from infinity.errors import InfinityError
 from infinity.memory.folder import IN_MEMORY, FolderInfo, look
-from infinity.memory.tiers.device import Device
 from infinity.ops import build
-from infinity.ops.aio import BACKENDS, Queue
 from infinity.ops.cores import allowed_cores, quota_cores, thread_count
 from infinity.ops.file import File
-from infinity.plan.capacity import free_cpu_nbytes
 
 # Distribution -> its module.
 REQUIRED = {
@@ -158,7 +148,7 @@ def examine(folders: Iterable[str], named: Collection[str] = ()) -> Facts:
     packages = tuple(look_at_packages())
     works = not any(package.trouble for package in packages if not package.extra)
     # Imported here because it needs torch, which may be missing.
-    seen = importlib.import_module("infinity.cli.doctor").see() if works else None
+    seen = importlib.import_module("infinity.cli.engine_facts").see() if works else None
     built = build.native_report(cuda=seen is not None and seen.is_accelerator)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cores = len(allowed_cores())
@@ -430,46 +420,3 @@ def _memory_words(facts: Facts) -> str:
 
 def _limit_words(nbytes: int | None) -> str:
     return "unlimited" if nbytes is None else f"{nbytes / 1e6:.1f} MB"
-
-
-def processor() -> str:
-    """Return the processor's model name, or its architecture if it has none. Takes about a second."""
-    return str(cpuinfo.get_cpu_info().get("brand_raw") or platform.machine())
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """Devices, I/O back ends, threads and free memory as a run would use them."""
-
-    is_accelerator: bool
-    accelerator: str
-    # The back end that a queue selects.
-    backend: str
-    # Back end -> why it does not work; empty if it works.
-    backends: dict[str, str]
-    processor: str
-    torch_threads: int
-    free_nbytes: int
-
-
-def see() -> EngineFacts:
-    """Detect the device, try every I/O back end and read threads and free memory."""
-    device = Device.detect(0)
-    free = device.free_nbytes()
-    with Queue() as queue:
-        backend = queue.backend
-    return EngineFacts(
-        is_accelerator=device.is_accelerator,
-        accelerator="" if free is None else f"{device.torch}, {free / 1e9:.1f} GB free", backend=backend,
-        backends={name: _backend_trouble(name) for name in BACKENDS}, processor=processor(),
-        torch_threads=torch.get_num_threads(), free_nbytes=free_cpu_nbytes(),
-    )  # fmt: skip
-
-
-def _backend_trouble(backend: str) -> str:
-    """Return why a back end does not work on this machine, or an empty string."""
-    try:
-        Queue(backend).close()
-    except ExtensionError as error:
-        return " ".join(str(error).split())
-    return ""

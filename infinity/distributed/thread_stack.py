@@ -27,7 +27,7 @@ import torch
 _SIGNAL: int | None = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else None
 # How long a thread may take to answer; one that stays inside the kernel does not answer.
 _ANSWER_SECONDS, _LOOK_SECONDS = 0.3, 0.002
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN_FOLDERS = (_PACKAGE + os.sep, os.path.dirname(torch.__file__))
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\n')

@@ -94,8 +94,8 @@ from infinity.checkpoint.run_state import (
     random_state,
     restore_random,
 )
-from infinity.checkpoint.safetensors_files import INDEX, SINGLE, WeightFolder
 from infinity.checkpoint.save import Capture, LiveSource, PartitionSource, SnapshotSource, snapshot_of, write
+from infinity.checkpoint.weight_files import INDEX, SINGLE, WeightFolder
 from infinity.distributed.consistency import run_on_all_ranks
 from infinity.engine.runtime import Runtime
 from infinity.errors import CheckpointError, ConfigError, TransferError

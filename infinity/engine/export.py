@@ -18,7 +18,7 @@ from torch import Tensor
 from infinity.base.sizes import parse_bytes
 from infinity.checkpoint.model_folder import SHARD_NBYTES, copy_files, describe_model, float_dtype, sources_of
 from infinity.checkpoint.pieces import persistent_buffers, shard_ranges
-from infinity.checkpoint.safetensors_files import (
+from infinity.checkpoint.weight_writer import (
     EXPORT_NUMEL,
     WeightFile,
     WeightWriter,

@@ -1,20 +1,14 @@
 """The public verbs: `initialize`, and whole parameters outside the loop.
 
 `initialize` is the whole engine in one reading: configuration -> specification -> plan -> store -> units -> engine.
-
-Allocating what a plan says and moving a model into it: store -> units -> values -> gradients -> hooks -> stepper.
-
-Parts of a runtime that follow from the configuration: recomputation, the stepper and its threads, the observer.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,159 +18,34 @@ from torch.utils.data import DataLoader, Dataset
 
 from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.config.training import Adam
-from infinity.distributed.collectives import exchange, exchange_values
+from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.groups import ProcessGroups, Ranks, detect
-from infinity.engine.activation_forecast import FirstBatch, measure_activations
+from infinity.engine.activation_forecast import measure_activations
+from infinity.engine.build_runtime import build_runtime
 from infinity.engine.data import Loader, Workers
 from infinity.engine.engine import Engine, close_engines_of, refuse_parts
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
-from infinity.engine.micro_batches import widen_batch_norms
 from infinity.engine.model_init import ConfigSource, all_ranks_read, groups_of
 from infinity.engine.optimizer import TieredOptimizer
 from infinity.engine.preflight import preflight, remarks, stages_asked
-from infinity.engine.runtime import Runtime
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
 from infinity.memory.ledger import Ledger
-from infinity.memory.store import TieredStore, open_activation_tier, open_store
 from infinity.memory.tiers.device import Device
-from infinity.memory.tiers.pinned import mappings_of_their_own, trim
-from infinity.observability.memory_report import Breakdown, Observer
+from infinity.memory.tiers.pinned import trim
 from infinity.observability.monitors import check_installed
-from infinity.observability.progress import StepProgress
-from infinity.ops.adam import set_threads
-from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.factory import Chosen, adam_from_params, from_name, from_torch, no_optimizer
 from infinity.optim.lr import build_scheduler, check_steps_alone
-from infinity.parallel.tensor import apply
-from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
-from infinity.step.loss_scaler import LossScaler, grad_factor
-from infinity.step.optimizer_step import Stepper
-from infinity.zero.access import ParamAccess, gathered, modify, read
-from infinity.zero.activation_checkpoint import Checkpointing
-from infinity.zero.compiled import CompiledModules, unwrapped
-from infinity.zero.coordinator import Coordinator
-from infinity.zero.deferred_init import DeferredInit, merged_spool, spool_of
-from infinity.zero.gradients import Gradients
-from infinity.zero.hooks import ModuleHooks
-from infinity.zero.materialize import Materializer, attach_units, make_units, taken_in_order
-from infinity.zero.parameter import publish_model
+from infinity.zero.access import gathered, modify, read
+from infinity.zero.compiled import unwrapped
+from infinity.zero.deferred_init import DeferredInit, merged_spool
 from infinity.zero.states import ParameterState
-
-
-def make_checkpointing(
-    config: ResolvedConfig, model: nn.Module, blocks: tuple[str, ...], ranks: Ranks, device: Device, ledger: Ledger
-) -> Checkpointing:
-    """Make backward recompute blocks, and make the tier of their inputs where that is not the device."""
-    section = config.config.activation_checkpointing
-    if section.every and not blocks:
-        raise ConfigError(
-            f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
-            "repeats: leave the key out, and call torch.utils.checkpoint in the model"
-        )
-    tier = open_activation_tier(config, rank=ranks.rank, device=device, ledger=ledger)
-    return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
-
-
-def make_stepper(
-    config: ResolvedConfig, plan: Plan, store: TieredStore, device: Device, groups: ProcessGroups, optimizer: Chosen
-) -> Stepper:
-    """Make what steps the partitions, with this rank's share of the cores."""
-    # Ranks of one node share its cores. The result does not depend on the number of threads.
-    ranks = groups.ranks
-    cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
-    set_threads(thread_count(len(cores), ranks.local_size), cores)
-    return Stepper(
-        plan, store, device=device, index=groups.data.index, rule=optimizer.rule,
-        grad_bound=config.clip_value or math.inf,
-    )  # fmt: skip
-
-
-def make_observer(breakdown: Breakdown, config: ResolvedConfig, groups: ProcessGroups) -> Observer:
-    """Make what shows memory and times; timelines of a pipeline's ranks tell each other their stages."""
-    ranks, told = groups.ranks, partial(exchange_values, group=groups.pipeline, name="a timeline's stages")
-    return Observer(
-        breakdown, config.config, rank=ranks.rank, world_size=ranks.world_size,
-        tell=told if groups.pipeline.size > 1 else None,
-    )  # fmt: skip
-
-
-@mappings_of_their_own()
-def build_runtime(
-    question: PlanInputs, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
-    ledger: Ledger, undo: ExitStack,
-) -> Runtime:  # fmt: skip
-    """Allocate what the plan says and move the model into it. Each part registers its close in `undo`, in case a later
-    one fails. question: what the plan was made of.
-    """
-    spool, ranks, config = spool_of(list(model.parameters())), groups.ranks, question.config
-    if spool is not None:
-        undo.callback(groups.close)
-    store = open_store(config, plan, rank=ranks.rank, device=device, ledger=ledger)
-    undo.callback(store.close)
-    units = make_units(model, plan, store=store, device=device, group=groups.data, ledger=ledger)
-    Materializer(
-        units, plan=plan, store=store, groups=groups, spool=spool, every=taken_in_order(model, question.units),
-        moments_start=optimizer.rule.start,
-    ).run()
-    if spool is not None:
-        spool.close()
-    stepper = make_stepper(config, plan, store, device, groups, optimizer)
-    undo.callback(stepper.close)
-    gradients = Gradients(
-        units, plan=plan, store=store, device=device, groups=groups, ledger=ledger,
-        sink=stepper, trains=optimizer.trains,
-    )  # fmt: skip
-    coordinator = Coordinator(
-        units, plan=plan, store=store, gradients=gradients, group=groups.stage, spare=device.spare
-    )
-    coordinator.memory.refresh(units)
-    attach_units(units, coordinator)
-    if config.stage == 3 and config.config.provenance.conventions.parameter_attributes:
-        publish_model(model, parts=groups.data.size)
-    _place_buffers(model, device, config.compute_dtype)
-    # Beneath the hooks, and beneath what computes blocks again.
-    exchanges = apply(model, question.axis, groups.tensor, device.torch)
-    undo.callback(exchanges.remove)
-    hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
-    undo.callback(hooks.remove)
-    checkpointing = make_checkpointing(config, model, question.checkpointed, ranks, device, ledger)
-    undo.callback(checkpointing.close)
-    compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
-    undo.callback(compiled.close)
-    observer = make_observer(Breakdown(plan, ledger, store, units, device), config, groups)
-    progress = StepProgress(
-        config.config, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
-    )
-    undo.callback(progress.close)
-    first_batch = FirstBatch(question, plan, model, coordinator, compiled, groups.stage, device, ledger)
-    scaler = LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None
-    averaged = groups.data.size if config.config.gradient_allreduce_op == "mean" else 1
-    factor = partial(grad_factor, scaler, ranks=averaged)
-    access = ParamAccess(plan, store, groups, units, gradients, coordinator, factor, lambda verb: runtime.check(verb))
-    runtime = Runtime(
-        module=model, config=config, plan=plan, exchanges=exchanges, device=device, groups=groups, ledger=ledger,
-        store=store, units=units, gradients=gradients, coordinator=coordinator, access=access, hooks=hooks,
-        stepper=stepper, checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress,
-        scaler=scaler, first_batch=first_batch,
-    )  # fmt: skip
-    return runtime
-
-
-def _place_buffers(model: nn.Module, device: Device, dtype: str) -> None:
-    """Move them in their own dtypes, which the weights of batch norms follow."""
-    if dtype != "fp32":
-        widen_batch_norms(model)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device.torch)
 
 __all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
 

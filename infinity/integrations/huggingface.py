@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.base.untrusted import read_json, reason
-from infinity.checkpoint.safetensors_files import StoredTensor, WeightFolder
+from infinity.checkpoint.weight_files import StoredTensor, WeightFolder
 from infinity.distributed.collectives import exchange
 from infinity.engine.model_init import ConfigSource, open_spool
 from infinity.errors import ConfigError, InfinityError, listed

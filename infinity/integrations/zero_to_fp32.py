@@ -27,7 +27,7 @@ from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, find_d
 from infinity.checkpoint.extract import ExportSource, export_source, extract
 from infinity.checkpoint.format import BUFFER, Manifest, find, latest_tag, read_manifest
 from infinity.checkpoint.model_folder import float_dtype
-from infinity.checkpoint.safetensors_files import EXPORT_NUMEL, folder_beside, publish_folder
+from infinity.checkpoint.weight_writer import EXPORT_NUMEL, folder_beside, publish_folder
 from infinity.errors import CheckpointError
 from infinity.memory.partition import DTYPES
 

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.checkpoint import model_folder as describing
-from infinity.checkpoint import safetensors_files
+from infinity.checkpoint import weight_writer
 from infinity.checkpoint.extract import extract
 from infinity.checkpoint.format import find, read_manifest
-from infinity.checkpoint.safetensors_files import Entry, WeightWriter, check_complete, cut_into_shards, index_of
+from infinity.checkpoint.weight_writer import Entry, WeightWriter, check_complete, cut_into_shards, index_of
 from infinity.engine import export
 from infinity.errors import CheckpointError, ConfigError, StateError, TransferError
 from tests.checkpoint.exporting import config, export_zoo, tokens, train_and_export, with_lora, zoo
@@ -179,7 +179,7 @@ def fail_on_rank(rank: int, world_size: int, failing: int, folder: str) -> str:
     """Exports twice; the second time the drive of one rank is full."""
     settings = config(f"{folder}/drive", "bf16")
     engine, *_ = infinity.initialize(model=hf_model("llama"), config=settings)
-    real = safetensors_files.os.pwrite
+    real = weight_writer.os.pwrite
 
     def full(fd: int, data: Any, offset: int) -> int:
         if len(data) > 1000:
@@ -189,7 +189,7 @@ def fail_on_rank(rank: int, world_size: int, failing: int, folder: str) -> str:
     with engine:
         engine.export(f"{folder}/out")
         if rank == failing:
-            safetensors_files.os.pwrite = full
+            weight_writer.os.pwrite = full
         try:
             engine.export(f"{folder}/out", dtype="fp32")
         except (TransferError, CheckpointError) as error:
@@ -197,7 +197,7 @@ def fail_on_rank(rank: int, world_size: int, failing: int, folder: str) -> str:
         else:
             message = ""
         finally:
-            safetensors_files.os.pwrite = real
+            weight_writer.os.pwrite = real
         engine.backward(engine(input_ids=tokens(rank), labels=tokens(rank)).loss)
         engine.step()
         return message

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from infinity.checkpoint.format import Manifest, RankIndex, seal
 from infinity.checkpoint.model_folder import Description
-from infinity.checkpoint.safetensors_files import WeightFolder
+from infinity.checkpoint.weight_files import WeightFolder
 from infinity.errors import CheckpointError, ConfigError
 from tests.checkpoint.hostile import body_of
 from tests.checkpoint.hostile import save as save_checkpoints

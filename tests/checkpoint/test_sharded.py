@@ -36,7 +36,7 @@ from infinity.checkpoint.inspect import compare_checkpoints, verify
 from infinity.checkpoint.model_folder import Description, TensorSource
 from infinity.checkpoint.pieces import holdings
 from infinity.checkpoint.restore import Filling, fill_partitions
-from infinity.checkpoint.safetensors_files import WeightWriter
+from infinity.checkpoint.weight_writer import WeightWriter
 from infinity.engine import export
 from infinity.errors import CheckpointError
 from infinity.plan.shards import Replica, Shard

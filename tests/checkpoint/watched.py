@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 
 import infinity
 from infinity.checkpoint.format import find
-from infinity.checkpoint.safetensors_files import WeightFolder
+from infinity.checkpoint.weight_files import WeightFolder
 from infinity.cli.main import main as command
 from infinity.errors import CheckpointError, ConfigError, StateError
 from tests.checkpoint import cells

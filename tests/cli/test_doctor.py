@@ -22,10 +22,10 @@ from infinity.cli.doctor import (
     Package,
     examine,
     look_at_packages,
-    processor,
     recommend,
     show,
 )
+from infinity.cli.engine_facts import processor
 from infinity.cli.main import main
 from infinity.memory.folder import FolderInfo, look
 from tests.support import bare

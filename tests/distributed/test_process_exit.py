@@ -11,9 +11,8 @@ from datetime import timedelta
 import time
 from torch.distributed import TCPStore
 from infinity.distributed.axis_place import AxisPlace
-from infinity.distributed.hang_detection import process_exit
 from infinity.distributed.flight_record import Channels
-from infinity.distributed.watchdog import Watchdog
+from infinity.distributed.watchdog import Watchdog, guard
 from infinity.plan.types import Topology
 
 class Slow:
@@ -29,7 +28,7 @@ class Slow:
 
 store = Slow(TCPStore("127.0.0.1", 0, 1, True))
 watchdog = Watchdog(store, AxisPlace("world", 1, 2), [], Channels(Topology(dp=2), ()), seconds=60)
-process_exit.guard(watchdog)
+guard(watchdog)
 time.sleep(0.2)
 print("the program is over", flush=True)
 """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import infinity.engine.initialize
+import infinity.engine.build_runtime
 from infinity.ops import adam, aio, build
 from tests.support.cells import kept
 from tests.support.oracle import CLIP, Case, SmallModel, reference, settings, train
@@ -37,7 +37,7 @@ def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         with monkeypatch.context() as patch:
             if threads is not None:
                 # The engine would choose by the machine.
-                patch.setattr(infinity.engine.initialize, "set_threads", lambda *_, **__: adam.set_threads(threads))
+                patch.setattr(infinity.engine.build_runtime, "set_threads", lambda *_, **__: adam.set_threads(threads))
             if backend:
                 patch.setattr(aio, "BACKENDS", (backend,))
             if fallback:

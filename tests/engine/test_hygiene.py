@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import infinity.engine.initialize
+import infinity.engine.build_runtime
 from infinity.errors import InfinityError
 from infinity.zero.materialize import Materializer
 from tests.support.cells import kept
@@ -101,7 +101,7 @@ def test_a_failed_initialize_cleans_up(tmp_path, monkeypatch, place):
             if place == "materialise":
                 patch.setattr(Materializer, "_fill_group", fail)
             elif place == "after the file":
-                patch.setattr(infinity.engine.initialize, "ModuleHooks", fail)
+                patch.setattr(infinity.engine.build_runtime, "ModuleHooks", fail)
             with pytest.raises(Broken):
                 start(**({"lr_scheduler": fail} if place == "scheduler" else {}))
         after = resources()
@@ -119,7 +119,7 @@ def test_a_model_whose_initialize_failed_is_named(tmp_path, monkeypatch):
     model = Case().model()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     with monkeypatch.context() as patch:
-        patch.setattr(infinity.engine.initialize, "ModuleHooks", fail)
+        patch.setattr(infinity.engine.build_runtime, "ModuleHooks", fail)
         with pytest.raises(Broken):
             infinity.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
     try:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from infinity.config import ResolveContext, load_config, resolve
 from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.groups import detect
+from infinity.engine.build_runtime import build_runtime
 from infinity.engine.engine import Engine
-from infinity.engine.initialize import build_runtime
 from infinity.engine.model_init import groups_of
 from infinity.engine.runtime import Runtime
 from infinity.engine.step import Boundary

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infinity.checkpoint.safetensors_files import SafetensorsFile
+from infinity.checkpoint.weight_files import SafetensorsFile
 from tests import load_shards
 
 # Most of it is one table, of 33 MB.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.checkpoint.safetensors_files import WeightFolder
+from infinity.checkpoint.weight_files import WeightFolder
 from infinity.engine.model_init import open_spool
 from infinity.engine.runtime import Runtime
 from infinity.errors import StateError

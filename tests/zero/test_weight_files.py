@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from infinity.checkpoint.safetensors_files import SafetensorsFile, WeightFolder
+from infinity.checkpoint.weight_files import SafetensorsFile, WeightFolder
 from infinity.errors import ConfigError, TransferError
 
 DATA = bytes(range(48))
