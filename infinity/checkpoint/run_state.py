@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from infinity.errors import CheckpointError, InfinityError
 from infinity.log import logger
 from infinity.memory.partition import DTYPES
 from infinity.memory.tiers.device import Device
+from infinity.step.optimizer_step import OptimizerStep
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -156,24 +157,6 @@ def _unspeakable(value: Any, path: str) -> NotSerializable:
     )
 
 
-class Stateful(Protocol):
-    """What returns its state and takes it back, as torch's schedulers do."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class OptimizerProgress(Protocol):
-    """How often each parameter was stepped, and what the optimizer keeps of it in one value."""
-
-    steps: dict[str, int]
-
-    def parameter_scalars(self) -> dict[str, dict[str, Any]]: ...
-
-    def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]]) -> None: ...
-
-
 # The kind that a checkpoint of an engine without an optimizer names.
 NO_OPTIMIZER = "none"
 
@@ -215,15 +198,14 @@ class Counters:
 class Run:
     """The parts of a run that have state besides its tensors.
 
-    optimizer: a torch optimizer with the name of its rule in `kind`. precision: keeps the loss scale and what belongs
-    to it. optimizer, scheduler, loader: None where there is none.
+    optimizer: a torch optimizer with the name of its rule in `kind`. optimizer, scheduler, loader: None where there is
+    none.
     """
 
     module: nn.Module
     counters: Counters
     optimizer: Any
-    stepper: OptimizerProgress
-    precision: Stateful
+    step: OptimizerStep
     scheduler: Any = None
     loader: Any = None
 
@@ -240,7 +222,7 @@ class Run:
         try:
             return {
                 "counters": asdict(self.counters),
-                "precision": encode(self.precision.state_dict(), path="precision"),
+                "precision": encode(self.step.state_dict(), path="precision"),
                 "scheduler": None if scheduler is None else {
                     "type": type(scheduler).__name__,
                     "state": encode(scheduler.state_dict(), path="scheduler"),
@@ -258,7 +240,7 @@ class Run:
                         }
                         for at, group in enumerate(self._groups)
                     ],
-                    "steps": dict(self.stepper.steps),
+                    "steps": dict(self.step.steps),
                 },
                 "loader": None if loader is None else encode(loader.state_dict(), path="loader"),
             }  # fmt: skip
@@ -267,7 +249,7 @@ class Run:
 
     def parameter_scalars(self) -> dict[str, Any]:
         """Return as JSON what the optimizer keeps of a parameter in one value, by the parameter's name."""
-        return {name: encode(values) for name, values in self.stepper.parameter_scalars().items()}
+        return {name: encode(values) for name, values in self.step.parameter_scalars().items()}
 
     def check(
         self, state: Mapping[str, Any], singles: Sequence[Mapping[str, Any]], *, optimizer: bool, scheduler: bool,
@@ -302,7 +284,7 @@ class Run:
                     raise ValueError(f"it has {', '.join(sorted(theirs)[:5]) or 'nothing'}, and {own} has other values")
         if optimizer:
             with _reading(path, "the precision"):
-                check_alike(self.precision.state_dict(), decode(state["precision"]), complete=True)
+                check_alike(self.step.state_dict(), decode(state["precision"]), complete=True)
             own_hyper = {key: value for group in self._groups for key, value in group.items() if key != "params"}
             with _reading(path, "the optimizer"):
                 for group in state["optimizer"]["groups"]:
@@ -326,11 +308,11 @@ class Run:
         saved, optimizer = state["optimizer"], optimizer and self.optimizer is not None
         if optimizer:
             with _reading(path, "the precision"):
-                self.precision.load_state_dict(decode(state["precision"]))
-            steps = self.stepper.steps
+                self.step.load_state_dict(decode(state["precision"]))
+            steps = self.step.steps
             steps.update({name: saved["steps"].get(source_of[name] or "", 0) for name in steps})
             merged = {name: values for each in singles for name, values in each.items()}
-            self.stepper.load_parameter_scalars(
+            self.step.load_parameter_scalars(
                 {name: decode(merged[source]) for name in steps if (source := source_of[name]) in merged}
             )
         if scheduler and self.scheduler is not None and state["scheduler"] is not None:

@@ -5,7 +5,6 @@ Parts of a runtime that follow from the configuration: recomputation, the steppe
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from functools import partial
 
@@ -30,8 +29,8 @@ from infinity.optim.factory import Chosen
 from infinity.parallel.tensor import apply
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
-from infinity.step.loss_scaler import LossScaler, grad_factor
-from infinity.step.optimizer_step import Stepper
+from infinity.step.loss_scaler import LossScaler
+from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero.access import ParamAccess
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
@@ -57,18 +56,16 @@ def make_checkpointing(
     return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
 
 
-def make_stepper(
+def make_step(
     config: ResolvedConfig, plan: Plan, store: TieredStore, device: Device, groups: ProcessGroups, optimizer: Chosen
-) -> Stepper:
+) -> OptimizerStep:
     """Make what steps the partitions, with this rank's share of the cores."""
     # Ranks of one node share its cores. The result does not depend on the number of threads.
     ranks = groups.ranks
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
-    return Stepper(
-        plan, store, device=device, index=groups.data.index, rule=optimizer.rule,
-        grad_bound=config.clip_value or math.inf,
-    )  # fmt: skip
+    scaler = LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None
+    return OptimizerStep(plan, store, groups, config, device=device, rule=optimizer.rule, scaler=scaler)
 
 
 def make_observer(breakdown: Breakdown, config: ResolvedConfig, groups: ProcessGroups) -> Observer:
@@ -100,11 +97,11 @@ def build_runtime(
     ).run()
     if spool is not None:
         spool.close()
-    stepper = make_stepper(config, plan, store, device, groups, optimizer)
-    undo.callback(stepper.close)
+    step = make_step(config, plan, store, device, groups, optimizer)
+    undo.callback(step.close)
     gradients = Gradients(
         units, plan=plan, store=store, device=device, groups=groups, ledger=ledger,
-        sink=stepper, trains=optimizer.trains,
+        step=step, trains=optimizer.trains,
     )  # fmt: skip
     coordinator = Coordinator(
         units, plan=plan, store=store, gradients=gradients, group=groups.stage, spare=device.spare
@@ -129,15 +126,12 @@ def build_runtime(
     )
     undo.callback(progress.close)
     first_batch = FirstBatch(question, plan, model, coordinator, compiled, groups.stage, device, ledger)
-    scaler = LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None
-    averaged = groups.data.size if config.config.gradient_allreduce_op == "mean" else 1
-    factor = partial(grad_factor, scaler, ranks=averaged)
-    access = ParamAccess(plan, store, groups, units, gradients, coordinator, factor, lambda verb: runtime.check(verb))
+    access = ParamAccess(plan, store, groups, units, gradients, coordinator, step, lambda verb: runtime.check(verb))
     runtime = Runtime(
         module=model, config=config, plan=plan, exchanges=exchanges, device=device, groups=groups, ledger=ledger,
         store=store, units=units, gradients=gradients, coordinator=coordinator, access=access, hooks=hooks,
-        stepper=stepper, checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress,
-        scaler=scaler, first_batch=first_batch,
+        step=step, checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress,
+        first_batch=first_batch,
     )  # fmt: skip
     return runtime
 

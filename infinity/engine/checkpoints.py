@@ -484,11 +484,11 @@ class Load:
         filling = Filling(
             plan=runtime.plan, index=runtime.groups.data.index, names=found.match.source,
             moments=found.has_states and options.optimizer and not options.module_only,
-            start=runtime.stepper.rule.start, tensor=runtime.groups.tensor.index,
+            start=runtime.step.rule.start, tensor=runtime.groups.tensor.index,
         )  # fmt: skip
 
         def job() -> None:
-            for settle in (runtime.stepper.reset, runtime.coordinator.next_step, runtime.gradients.reset):
+            for settle in (runtime.step.reset, runtime.coordinator.next_step, runtime.gradients.reset):
                 settle()
             with found.source(runtime) as source:
                 fill_partitions(filling, runtime.store, source)
@@ -683,7 +683,7 @@ class CheckpointManager:
                 request.folder, run.counters.global_steps, waiting[0],
             )  # fmt: skip
         if not request.behind:
-            runtime.stepper.finish()
+            runtime.step.synchronize()
         return SaveContents.of(runtime, run, request, client_state)
 
     def _agree(self, request: SaveRequest, said: list[dict[str, str]]) -> SaveRequest:

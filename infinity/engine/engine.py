@@ -8,7 +8,7 @@ engine.step()                 at the accumulation boundary: norm, clip, step, re
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,6 @@ from infinity.engine.optimizer import TieredOptimizer
 from infinity.engine.pipeline import BatchArguments, draw, loss_of, pipeline_of, step_loss
 from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
-from infinity.engine.step import Boundary, StepFlags, StepVerdict
 from infinity.errors import ConfigError, StateError, UnknownNameError
 from infinity.log import logger
 from infinity.memory.store import TieredStore
@@ -43,6 +42,8 @@ from infinity.observability.progress import StepTimes
 from infinity.observability.timeline import Timeline
 from infinity.parallel.layers import PipelineModule
 from infinity.plan.plan import Plan
+from infinity.step.norms import StepFlags
+from infinity.step.optimizer_step import StepVerdict
 from infinity.zero import access, guards
 from infinity.zero.compiled import eager_backward, untraced
 from infinity.zero.coordinator import Coordinator
@@ -72,7 +73,7 @@ class Engine(DeepSpeedNames, nn.Module):
     __reduce_ex__ = guards.refuse_pickle
 
     def __init__(
-        self, runtime: Runtime, boundary: Boundary, optimizer: TieredOptimizer | None, lr_scheduler: Any = None,
+        self, runtime: Runtime, optimizer: TieredOptimizer | None, lr_scheduler: Any = None,
         training_dataloader: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -85,7 +86,8 @@ class Engine(DeepSpeedNames, nn.Module):
         # What the program wants back from checkpoints: a mapping, or a function that returns one when a save calls it.
         self.client_state: ClientState = None
         self._runtime = runtime
-        self._boundary = boundary
+        # Of the parameter whose gradient was not finite in the latest step, where that was worth a warning.
+        self._nonfinite_at = ""
         # None: every rank runs the whole model.
         self._pipeline = pipeline_of(runtime)
         self._counters = Counters()
@@ -156,7 +158,7 @@ class Engine(DeepSpeedNames, nn.Module):
                 optimizer.check()
         with runtime.phase("backward"):
             if early:
-                runtime.stepper.start_in_backward(optimizer.param_groups, grad_scale=runtime.grad_factor)
+                runtime.step.start_in_backward(optimizer.param_groups)
             runtime.coordinator.begin_backward(scaled=True)
             scaled.backward(retain_graph=retain_graph)
             runtime.coordinator.end_backward()
@@ -176,7 +178,7 @@ class Engine(DeepSpeedNames, nn.Module):
         runtime, optimizer = self._runtime, self._stepped_by("step")
         boundary = self._accumulation.at_boundary
         with runtime.groups.telling():
-            self._boundary.check()
+            runtime.step.check_trains(unscaled=runtime.gradients.unscaled)
             if boundary:
                 optimizer.check()
         self._applied = False
@@ -214,7 +216,7 @@ class Engine(DeepSpeedNames, nn.Module):
         runtime = self._runtime
         self._bring_back()
         with runtime.groups.telling():
-            self._boundary.check()
+            runtime.step.check_trains(unscaled=runtime.gradients.unscaled)
             optimizer.check()
         runtime.observer.begin_step(self.global_steps + 1)
         self._applied = False
@@ -262,7 +264,7 @@ class Engine(DeepSpeedNames, nn.Module):
             verdict = self._apply_gradients(optimizer, lr_kwargs, calls)
         runtime.observer.end_step(self.global_steps)
         with runtime.groups.telling():
-            if self._boundary.should_abort:
+            if runtime.step.skips.too_many:
                 self._abort()
             self._obey(verdict.flags)
 
@@ -270,9 +272,11 @@ class Engine(DeepSpeedNames, nn.Module):
         """Take the step at the accumulation boundary, or skip it; count it."""
         runtime, counters, losses = self._runtime, self._counters, [*self._accumulation.losses]
         runtime.checkpointing.settle()
-        verdict = self._boundary.reduce_and_check(
-            counters.global_steps, losses, self._flags(), optimizer.param_groups
-        )
+        arrived, elsewhere = runtime.gradients.settle()
+        verdict = runtime.step.decide(arrived, elsewhere, self._flags(), optimizer.param_groups)
+        runtime.coordinator.next_step()
+        runtime.coordinator.prefetcher.count_step(runtime.step, runtime.device, runtime.groups.stage)
+        self._nonfinite_at = self._report_nonfinite(verdict, losses) if verdict.nonfinite else ""
         if not verdict.skipped:
             runtime.health.mark_broken(
                 f"step {counters.global_steps + 1} was cut short, with some of the weights stepped. Call "
@@ -280,17 +284,34 @@ class Engine(DeepSpeedNames, nn.Module):
             )
             optimizer.step()
             self._applied = True
-        self._boundary.finish()
+        runtime.step.finish()
+        runtime.gradients.reset()
         self._accumulation.end_step(calls, skipped=verdict.skipped)
         runtime.health.mark_whole()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
         runtime.progress.stepped(
             counters.global_steps, counters.global_samples, losses=losses, lr=next(iter(self.get_lr()), 0.0),
-            norm=verdict.norm, scale=self.loss_scale if runtime.scaler is not None else None,
+            norm=verdict.norm, scale=self.loss_scale if runtime.step.scaler is not None else None,
             skipped=counters.skipped_steps,
         )  # fmt: skip
         return verdict
+
+    def _report_nonfinite(self, verdict: StepVerdict, losses: Sequence[Tensor]) -> str:
+        """Warn which gradient is not finite, and return its name; "" for an overflow that only settles fp16's scale.
+        Collective.
+        """
+        runtime, skipped = self._runtime, verdict.skipped
+        if skipped and runtime.step.skips.in_a_row == 0:
+            return ""
+        finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
+        origin = runtime.gradients.first_nonfinite(loss_is_finite=finite)
+        logger.warning(
+            "step %d%s: %d gradient elements are not finite, first in the gradient of %s; %s weights and moments are "
+            "unchanged", self.global_steps, " skipped" if skipped else "", verdict.nonfinite, origin,
+            "all" if skipped else "their",
+        )  # fmt: skip
+        return origin
 
     def _flags(self) -> StepFlags:
         return StepFlags(preempted=bool(self._preemption.received), save_failed=self._checkpoints.failed)
@@ -317,15 +338,14 @@ class Engine(DeepSpeedNames, nn.Module):
         """Save the last good step, and raise NonFiniteError, which says what became of the weights. Collective."""
         folder = self.config.config.checkpoint.path
         number = self.global_steps - 1
+        refused = partial(self._runtime.step.skips.error, number, self._nonfinite_at)
         if folder is None:
-            raise self._boundary.abort_error(
-                number, "Name a folder in checkpoint.path to have them saved when this happens."
-            )
+            raise refused("Name a folder in checkpoint.path to have them saved when this happens.")
         try:
             tag = self.save_checkpoint(folder, f"global_step{self.global_steps}-emergency", asynchronous=False)
         except Exception as failure:
-            raise self._boundary.abort_error(number, f"They could not be saved: {failure}") from failure
-        raise self._boundary.abort_error(number, f"They are saved as {tag} in {folder}.")
+            raise refused(f"They could not be saved: {failure}") from failure
+        raise refused(f"They are saved as {tag} in {folder}.")
 
     def synchronize(self) -> None:
         """Block until everything that `step()` has begun is done: with overlap it may go on beside the next forward.
@@ -333,7 +353,7 @@ class Engine(DeepSpeedNames, nn.Module):
         No result depends on this call. It serves timing, and raises an I/O error here instead of at a later verb.
         """
         self._check("synchronize")
-        self._runtime.stepper.finish()
+        self._runtime.step.synchronize()
 
     def finish_saving(self) -> None:
         """Block until a checkpoint that is saved behind the program is complete; raise the error that it ended with."""
@@ -382,7 +402,7 @@ class Engine(DeepSpeedNames, nn.Module):
         with self._runtime.marked("engine.zero_grad()"):
             if self._accumulation.begun or self._runtime.gradients.begun:
                 self.groups.world.note("engine.zero_grad()")
-            self._runtime.stepper.forget()
+            self._runtime.step.forget()
             self._runtime.gradients.reset()
             self._accumulation.begin_anew()
             self._runtime.health.drop_gradients()
@@ -481,7 +501,7 @@ class Engine(DeepSpeedNames, nn.Module):
     @property
     def loss_scale(self) -> LossScale:
         """The present loss scale of fp16; 1 in other precisions. A call of it gives it, too, as in DeepSpeed."""
-        return LossScale(self._runtime.loss_scale)
+        return LossScale(self._runtime.step.loss_scale)
 
     def is_first_stage(self) -> bool:
         """Return whether this rank runs the first stage of the model: always without a pipeline."""
@@ -495,7 +515,7 @@ class Engine(DeepSpeedNames, nn.Module):
         """Return the global gradient norm of the latest step, before clipping; infinite where an element was not
         finite.
         """
-        return self._boundary.norm
+        return self._runtime.step.norm
 
     @verb("tell the norms of gradients")
     def get_grad_norms(self) -> dict[str, float]:
@@ -503,7 +523,11 @@ class Engine(DeepSpeedNames, nn.Module):
 
         StateError unless it is called after `step()` and before the next backward.
         """
-        return self._boundary.grad_norms()
+        if self._runtime.gradients.begun:
+            raise StateError(
+                "norms by parameter are those of the latest step: ask for them after step(), before the next backward"
+            )
+        return self._runtime.step.norms_by_parameter()
 
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Return this rank's bytes by tier and kind (and unit on request), now and at most; it prints as a table."""
@@ -657,7 +681,7 @@ class Engine(DeepSpeedNames, nn.Module):
     def _run(self) -> Run:
         """The parts of the run that a checkpoint keeps besides tensors."""
         return Run(
-            self.module, self._counters, self.optimizer, self._runtime.stepper, self._boundary, self.lr_scheduler,
+            self.module, self._counters, self.optimizer, self._runtime.step, self.lr_scheduler,
             self.training_dataloader,
         )  # fmt: skip
 

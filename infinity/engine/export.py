@@ -59,7 +59,7 @@ def export_folder(
 
     def prepare() -> str:
         # The step that may go on beside the program comes first.
-        runtime.stepper.finish()
+        runtime.step.synchronize()
         if not first:
             return ""
         if target.exists() and not target.is_dir():

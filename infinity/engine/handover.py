@@ -158,7 +158,7 @@ class WeightKeeper:
     def take(self) -> None:
         """Copy the weights out of the partitions. Collective. An error leaves the engine as it was, gradients aside."""
         runtime = self._runtime
-        for settle in (runtime.stepper.reset, runtime.gradients.reset, runtime.coordinator.next_step):
+        for settle in (runtime.step.reset, runtime.gradients.reset, runtime.coordinator.next_step):
             settle()
         for unit in runtime.units:
             if unit.placed.whole:

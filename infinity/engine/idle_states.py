@@ -48,7 +48,7 @@ class IdleStates:
                 "cannot offload states: gradients have accumulated. Call engine.step() or engine.zero_grad() first, or "
                 "leave lp_grads and contiguous_grad_buffer out of `include`"
             )
-        runtime.stepper.finish()
+        runtime.step.synchronize()
         runtime.coordinator.next_step()
         runtime.coordinator.memory.abandon()
         held = [partition for partition, _ in runtime.store.held() if self._moves(partition, names, target)]

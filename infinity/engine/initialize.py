@@ -30,7 +30,7 @@ from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, all_ranks_read, groups_of
 from infinity.engine.optimizer import TieredOptimizer
 from infinity.engine.preflight import preflight, remarks, stages_asked
-from infinity.engine.step import Boundary
+from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
 from infinity.memory.ledger import Ledger
@@ -98,9 +98,9 @@ def initialize(
         applied = apply_liger(resolved.config.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
         runtime = build_runtime(question, model, plan, groups, device, trained.optimizer, ledger, undo)
-        stepped = (boundary := Boundary(runtime)).optimizer(trained.groups, trained.optimizer, optimizer)
+        stepped = optimizer_of(runtime, trained.groups, trained.optimizer, optimizer)
         scheduler = scheduler_of(resolved, lr_scheduler, stepped)
-        engine = Engine(runtime, boundary, stepped, scheduler, loader)
+        engine = Engine(runtime, stepped, scheduler, loader)
         runtime.access.own_parameters(model)
         undo.pop_all()
     trim()
@@ -269,6 +269,19 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
     if any(id(param) not in mine for group in trained.groups for param in group["params"]):
         raise ConfigError("model_parameters (or the optimizer) name a parameter that is not in the model")
     return trained
+
+
+def optimizer_of(
+    runtime: Runtime, groups: list[dict[str, Any]], chosen: Chosen, given: object
+) -> TieredOptimizer | None:
+    """Return the optimizer that the program holds; None where nothing is trained. given: what it has brought."""
+    if not chosen.trains:
+        return None
+    return TieredOptimizer(
+        groups, chosen.defaults, kind=chosen.name, step=runtime.step, memory=runtime.coordinator.memory,
+        access=runtime.access, module=runtime.module,
+        given=given if isinstance(given, torch.optim.Optimizer) else None,
+    )  # fmt: skip
 
 
 def scheduler_of(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer | None) -> Any:

@@ -22,8 +22,10 @@ from infinity.distributed.collectives import exchange_values
 from infinity.errors import ConfigError, StateError, UnknownNameError
 from infinity.plan.types import Kind
 from infinity.step.loss_scaler import LossScaler
-from infinity.step.optimizer_step import Stepper
+from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero.access import ParamAccess
+from infinity.zero.gather import GatheredMemory
+from infinity.zero.parameter import ParameterOffload
 from infinity.zero.states import ParameterState
 
 
@@ -62,32 +64,25 @@ class TieredOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], defaults: dict[str, Any],
-        run: Callable[[Sequence[dict[str, Any]]], None], *, kind: str, stepper: Stepper, states: Any,
-        named: Callable[[], Iterator[tuple[str, nn.Parameter]]], skipped: Callable[[], bool] = lambda: False,
-        norm: Callable[[], float] = lambda: 0.0, scaler: LossScaler | None = None,
-        given: torch.optim.Optimizer | None = None, parameter_offload: object = None,
+        self, groups: list[dict[str, Any]], defaults: dict[str, Any], *, kind: str, step: OptimizerStep,
+        memory: GatheredMemory, access: ParamAccess, module: nn.Module, given: torch.optim.Optimizer | None = None,
     ) -> None:  # fmt: skip
-        """run: steps the partitions with live parameter groups. kind: the update rule's name, such as "AdamW". stepper:
-        what steps each parameter with its group. states: an `OptimizerStates`, which `state` shows. named: returns the
-        model's parameters. skipped: whether the latest step was skipped. norm: that of its gradients. given: the
-        program's own optimizer. parameter_offload: what DeepSpeed's optimizer keeps of its hooks.
+        """kind: the update rule's name, such as "AdamW". step: steps the partitions. memory: has whole units follow.
+        given: the program's own optimizer.
         """
-        self._run = run
-        self._stepper = stepper
-        self._states = states
-        self._named = named
-        self._skipped = skipped
-        self._norm = norm
-        self.loss_scaler = LossScalerView(scaler)
+        self._step = step
+        self._memory = memory
+        self._module = module
+        self._states = states = OptimizerStates(access, step, module)
+        self.loss_scaler = LossScalerView(step.scaler)
         self.kind = kind
-        self.parameter_offload = parameter_offload
+        self.parameter_offload = ParameterOffload(module)
         self._inner = given if given is not None else torch.optim.Optimizer(groups, defaults)
         vars(self._inner)["state"] = states
         listed = self._inner.param_groups
         super().__init__(listed, defaults)
         self.param_groups = listed
-        # The parameters of each group as they were when the stepper was told, by id.
+        # The parameters of each group as the step knows them, by id.
         self._told = _members(listed)
 
     @property
@@ -119,11 +114,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             vars(self._inner)["state"] = self._states
             self._states.replace(given)
         if (members := _members(self.param_groups)) != self._told:
-            self._stepper.regroup(self._group_of())
+            self._step.regroup(self._group_of())
             self._told = members
         for at, group in enumerate(self.param_groups):
             try:
-                self._stepper.rule.hyper(group)
+                self._step.rule.hyper(group)
             except (LookupError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"param_groups[{at}] has not what {self.kind} steps with ({type(error).__name__}: {error}): give "
@@ -132,7 +127,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _group_of(self) -> dict[str, int]:
         """Return the group of each trained parameter, by name; ConfigError for one that cannot be stepped so."""
-        names = {id(param): name for name, param in self._named()}
+        names = {id(param): name for name, param in self._module.named_parameters()}
         found: dict[str, int] = {}
         for at, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -147,7 +142,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                         f"{name} is in param_groups[{found[name]}] and in param_groups[{at}], and would be stepped "
                         "twice: leave it in one of them"
                     )
-                if name in self._stepper.steps:
+                if name in self._step.steps:
                     found[name] = at
                 elif param.requires_grad:
                     raise ConfigError(
@@ -189,7 +184,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "the optimizer of an engine takes no closure: call engine.backward(loss), then engine.step()"
             )
-        self._run(self.param_groups)
+        self._step.apply(self.param_groups)
+        self._memory.follow_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the step consumes gradients. `engine.zero_grad()` drops accumulated ones."""
@@ -203,7 +199,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @property
     def overflow(self) -> bool:
         """Whether the latest step was skipped, because a gradient was not finite."""
-        return self._skipped()
+        return self._step.verdict is not None and self._step.verdict.skipped
 
     @property
     def loss_scale(self) -> float:
@@ -219,7 +215,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def _global_grad_norm(self) -> float:
-        return self._norm()
+        return self._step.norm
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -237,7 +233,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @property
     def step_counts(self) -> dict[str, int]:
         """How often each trained parameter has been stepped, by name; what Adam corrects its bias with."""
-        return dict(self._stepper.steps)
+        return dict(self._step.steps)
 
     def set_step_counts(self, counts: int | Mapping[str, int]) -> None:
         """Set how often parameters have been stepped: all of them, or some by their names; the same on every rank.
@@ -245,8 +241,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         For states that come from another program, beside `infinity.state(param).exp_avg = ...`. ConfigError for a name
         that is not trained, a count below 0, or an optimizer that counts by itself.
         """
-        steps = self._stepper.steps
-        if not self._stepper.rule.joins:
+        steps = self._step.steps
+        if not self._step.rule.joins:
             raise ConfigError(
                 f"set_step_counts: torch steps {self.kind}, which counts by itself: assign optimizer.state[param] with "
                 "all of its values"
@@ -266,15 +262,12 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 class OptimizerStates(MutableMapping[nn.Parameter, "StatesOf"]):
-    """The states of all parameters that an engine trains, by parameter; it has those that were stepped.
+    """The states of all parameters that an engine trains, by parameter; it has those that were stepped."""
 
-    params: returns the model's parameters.
-    """
-
-    def __init__(self, access: ParamAccess, stepper: Stepper, params: Callable[[], Iterator[nn.Parameter]]) -> None:
+    def __init__(self, access: ParamAccess, step: OptimizerStep, module: nn.Module) -> None:
         self._access = access
-        self._stepper = stepper
-        self._params = params
+        self._step = step
+        self._module = module
 
     def __getitem__(self, param: nn.Parameter) -> StatesOf:
         if not self._has(param):
@@ -282,7 +275,7 @@ class OptimizerStates(MutableMapping[nn.Parameter, "StatesOf"]):
                 "optimizer.state has the parameters of the engine's model only, by themselves: write "
                 "optimizer.state[model.layer.weight]"
             )
-        return StatesOf(ParameterState(param), self._stepper, self._access)
+        return StatesOf(ParameterState(param), self._step, self._access)
 
     def __setitem__(self, param: nn.Parameter, values: Mapping[str, Any]) -> None:
         self[param].replace(values)
@@ -294,7 +287,7 @@ class OptimizerStates(MutableMapping[nn.Parameter, "StatesOf"]):
         return any(each is param for each in self)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return (param for param in self._params() if self._has(param) and self[param].stepped)
+        return (param for param in self._module.parameters() if self._has(param) and self[param].stepped)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -310,7 +303,7 @@ class OptimizerStates(MutableMapping[nn.Parameter, "StatesOf"]):
     def replace(self, given: Mapping[Any, Mapping[str, Any]]) -> None:
         """Take the states of `given`; parameters that are not in it begin anew."""
         values = {id(param): states for param, states in given.items()}
-        for param in self._params():
+        for param in self._module.parameters():
             states = self[param]
             if (new := values.pop(id(param), None)) or states.stepped:
                 states.replace(dict(new or {}))
@@ -321,26 +314,26 @@ class OptimizerStates(MutableMapping[nn.Parameter, "StatesOf"]):
 class StatesOf(MutableMapping[str, Any]):
     """The states of one parameter under torch's names: none before its first step, as in torch."""
 
-    def __init__(self, state: ParameterState, stepper: Stepper, access: ParamAccess) -> None:
+    def __init__(self, state: ParameterState, step: OptimizerStep, access: ParamAccess) -> None:
         self._state = state
-        self._stepper = stepper
+        self._step = step
         self._access = access
         self._name = state.name
 
     @property
     def stepped(self) -> bool:
         """Whether the optimizer has made its states."""
-        return self._stepper.steps.get(self._name, 0) > 0
+        return self._step.steps.get(self._name, 0) > 0
 
     @property
     def age(self) -> int:
         """Another number once a step or a load may have changed the states."""
-        return self._stepper.age
+        return self._step.age
 
     @property
     def _kinds(self) -> dict[str, Kind]:
         """What is kept of an element, by torch's name."""
-        return dict(zip(self._stepper.rule.names, self._stepper.rule.moments, strict=True))
+        return dict(zip(self._step.rule.names, self._step.rule.moments, strict=True))
 
     def __getitem__(self, key: str) -> Any:
         if not self.stepped:
@@ -352,7 +345,7 @@ class StatesOf(MutableMapping[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._check_trained()
-        if not (self.stepped or self._stepper.rule.counted):
+        if not (self.stepped or self._step.rule.counted):
             raise StateError(
                 f"optimizer.state: {self._name} has no {key} before its first step; assign all of its states at once "
                 f"(optimizer.state[param] = {{...}}): {', '.join(self._wanted())}"
@@ -361,7 +354,7 @@ class StatesOf(MutableMapping[str, Any]):
             self._state.set_full(self._kinds[key].value, torch.as_tensor(value, device="cpu"))
         elif key not in (singles := self._singles()):
             self._refuse([key])
-        elif self._stepper.rule.joins:
+        elif self._step.rule.joins:
             self._count(value)
         else:
             self._put({**singles, key: value})
@@ -395,7 +388,7 @@ class StatesOf(MutableMapping[str, Any]):
         or no such states are kept.
         """
         self._check_trained()
-        kinds, rule = self._kinds, self._stepper.rule
+        kinds, rule = self._kinds, self._step.rule
         if values and (missing := [key for key in self._wanted() if key not in values]):
             raise ConfigError(f"optimizer.state: what was assigned to {self._name} lacks {', '.join(missing)}")
         singles = {key: value for key, value in values.items() if key not in kinds}
@@ -414,14 +407,14 @@ class StatesOf(MutableMapping[str, Any]):
 
     def _wanted(self) -> tuple[str, ...]:
         """What has to be assigned together."""
-        return (*(["step"] if self._stepper.rule.counted else []), *self._kinds)
+        return (*(["step"] if self._step.rule.counted else []), *self._kinds)
 
     def _singles(self) -> dict[str, Any]:
         """Return what the optimizer keeps of the parameter in one value. Collective, unless a native rule steps it."""
-        rule, world = self._stepper.rule, self._access.groups.world
+        rule, world = self._step.rule, self._access.groups.world
         if rule.joins:
-            return {"step": torch.tensor(float(self._stepper.steps[self._name]), device="cpu")} if rule.counted else {}
-        own = self._stepper.parameter_scalars().get(self._name)
+            return {"step": torch.tensor(float(self._step.steps[self._name]), device="cpu")} if rule.counted else {}
+        own = self._step.parameter_scalars().get(self._name)
         if world.size == 1:
             return own or {}
         rows = exchange_values(own and encode(own), world, f"state of {self._name}")
@@ -429,10 +422,10 @@ class StatesOf(MutableMapping[str, Any]):
 
     def _put(self, singles: Mapping[str, Any]) -> None:
         """Replace what the optimizer keeps in one value, on the ranks that step the parameter."""
-        scalars = self._stepper.parameter_scalars()
+        scalars = self._step.parameter_scalars()
         if self._state.local("master").numel():
             scalars[self._name] = decode(encode(dict(singles)))
-        self._stepper.load_parameter_scalars(scalars)
+        self._step.load_parameter_scalars(scalars)
 
     def _count(self, value: Any) -> None:
         """Set how often the parameter has been stepped."""
@@ -440,11 +433,11 @@ class StatesOf(MutableMapping[str, Any]):
         if not (count.is_integer() and 0 <= count < 2**31):
             raise ConfigError(f"optimizer.state: {self._name} was stepped {count:g} times: write a whole number from 0")
         # Single values are kept by the count.
-        scalars = self._stepper.parameter_scalars()
+        scalars = self._step.parameter_scalars()
         if not count:
             scalars.pop(self._name, None)
-        self._stepper.steps[self._name] = int(count)
-        self._stepper.load_parameter_scalars(scalars)
+        self._step.steps[self._name] = int(count)
+        self._step.load_parameter_scalars(scalars)
 
     def _check_trained(self) -> None:
         if not self._state.trainable:

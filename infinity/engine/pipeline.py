@@ -318,7 +318,7 @@ class _Training(_Forwards):
             return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in output)
         loss = loss_of(output)
         self.losses.append(loss.detach())
-        factor = self._runtime.loss_scale / len(self._batches)
+        factor = self._runtime.step.loss_scale / len(self._batches)
         self._open[stage, index] = received or (), (micro_batches.scaled(loss, factor),)
         self._memory.book(self._open.values())
         return None
@@ -373,7 +373,7 @@ class _Training(_Forwards):
         runtime, last = self._runtime, action.micro_batch == len(self._batches) - 1
         runtime.gradients.begin_micro_step(last=last)
         if last and runtime.plan.policy.step_in_backward:
-            runtime.stepper.start_in_backward(self._optimizer.param_groups, grad_scale=runtime.grad_factor)
+            runtime.step.start_in_backward(self._optimizer.param_groups)
 
     def _params(self, stage: int) -> Iterator[nn.Parameter]:
         """What a stage trains."""

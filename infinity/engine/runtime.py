@@ -23,8 +23,7 @@ from infinity.observability.progress import StepProgress
 from infinity.ops.adam import shutdown_threads
 from infinity.parallel.tensor import Applied
 from infinity.plan.plan import Plan, model_params, place_of_buffer
-from infinity.step.loss_scaler import LossScaler
-from infinity.step.optimizer_step import Stepper
+from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero.access import ParamAccess
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
@@ -112,9 +111,7 @@ class Runtime:
     hooks: ModuleHooks
     checkpointing: Checkpointing
     compiled: CompiledModules
-    stepper: Stepper
-    # fp16's; None in other precisions.
-    scaler: LossScaler | None
+    step: OptimizerStep
     observer: Observer
     progress: StepProgress
     first_batch: FirstBatch
@@ -133,21 +130,6 @@ class Runtime:
     def tells_buffer(self, name: str) -> bool:
         """Whether this rank's copy of one of the module's buffers is the one that is saved."""
         return self.stands_for_stage and place_of_buffer(self.plan, name) == self.groups.pipeline.index
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss is multiplied by: fp16's present loss scale, 1 in other precisions."""
-        return self.scaler.scale if self.scaler is not None else 1.0
-
-    @property
-    def grad_factor(self) -> float:
-        """What accumulated gradients are multiplied by: averaging over data-parallel ranks, and fp16's unscaling."""
-        return self.access.grad_factor()
-
-    @property
-    def skips_nonfinite(self) -> bool:
-        """Whether a gradient that is not finite skips the whole step, or (on request) leaves its own elements out."""
-        return self.config.checks_gradients or not self.stepper.rule.guarded
 
     def check(
         self, verb: str, *, broken_is_fine: bool = False, gradients: bool = False, inside: bool | None = None
@@ -168,7 +150,7 @@ class Runtime:
             raise StateError(f"cannot {verb}: {self.health.refusal}")
         if gradients and self.health.partial:
             raise StateError(f"cannot {verb}: {self.health.partial}")
-        self.stepper.check()
+        self.step.check()
         self.groups.check()
 
     @contextmanager
@@ -201,7 +183,7 @@ class Runtime:
                 # It has raised before it added anything.
                 self.gradients.reset()
             elif partial:
-                self.stepper.forget()
+                self.step.forget()
                 health.mark_partial(
                     f"its {name} has raised {type(error).__name__}, and the gradients that have accumulated are no "
                     "whole micro-batches now (weights and optimizer states are whole). Call engine.zero_grad(), which "
@@ -245,7 +227,7 @@ class Runtime:
             stack.callback(self.observer.close)
             stack.callback(self.progress.close)
             # What the program keeps is stepped to its end.
-            stack.callback(self.stepper.close, at_once=at_once and not self.coordinator.memory.outdated)
+            stack.callback(self.step.close, at_once=at_once and not self.coordinator.memory.outdated)
 
     def _release(self) -> None:
         """Take the module off the tiers and give the tiers back."""

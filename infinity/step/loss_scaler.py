@@ -87,11 +87,6 @@ class LossScaler:
         self._good_steps = int(state["good_steps"])
 
 
-def grad_factor(scaler: LossScaler | None, *, ranks: int) -> float:
-    """Return what accumulated gradients are multiplied by: averaging over `ranks` ranks, and fp16's unscaling."""
-    return 1.0 / ranks / (scaler.scale if scaler is not None else 1.0)
-
-
 @dataclass(kw_only=True)
 class Skips:
     """The skipped steps in a row that the loss scale does not explain.

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from infinity.base import trace
+from infinity.distributed.consistency import agree_on_numbers
+from infinity.distributed.groups import ProcessGroups
 from infinity.memory.store import TieredStore
 from infinity.memory.transaction import Reservation
 from infinity.ops.adam import GradStats, grad_stats
 from infinity.plan.layout import Slot
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Plan, UnitNumbers
+from infinity.plan.shards import Replica
 from infinity.plan.types import Key, Kind
 
 # A batch is measured behind the program once it has as many bytes, or as many units.
@@ -26,13 +30,23 @@ _BATCH_NBYTES_MIN = 1 << 20
 _BATCH_UNITS_MAX = 64
 
 
-class Norms:
-    """The norms of one rank's gradient partitions. `index` is this rank's place among the ranks that share a unit."""
+class StepFlags(NamedTuple):
+    """What one rank tells the others at each step beside its gradients, and what at least one of them has told."""
 
-    def __init__(self, plan: Plan, store: TieredStore, *, index: int) -> None:
+    # A signal asks this process to end.
+    preempted: bool = False
+    # A save behind the program has failed.
+    save_failed: bool = False
+
+
+class Norms:
+    """The norms of one rank's gradient partitions, and of all ranks'."""
+
+    def __init__(self, plan: Plan, store: TieredStore, groups: ProcessGroups) -> None:
+        self.groups = groups
         self._plan = plan
         self._store = store
-        self._index = index
+        self.numbers = UnitNumbers(plan)
         self._trained = [layout for layout in plan.layouts if layout.trainable]
         self._found: dict[int, GradStats] = {}
         # Units that wait to be measured in a batch, and the bytes of their gradients.
@@ -49,7 +63,7 @@ class Norms:
     def batch(self, unit: int) -> list[int]:
         """Let a unit wait to be measured; return all that wait once they are worth a job of their own, else none.
 
-        What still waits at the boundary is measured there, by `by_unit`.
+        What still waits when backward is over is measured by `by_unit`.
         """
         self._waiting[unit] = self._store[Key(Kind.GRAD, unit)].spec.nbytes
         if sum(self._waiting.values()) < _BATCH_NBYTES_MIN and len(self._waiting) < _BATCH_UNITS_MAX:
@@ -69,15 +83,44 @@ class Norms:
 
     def by_unit(self) -> dict[int, GradStats]:
         """Return the sum of squares (fp64) and the number of non-finite elements of each trained unit, in the plan's
-        order, and forget them.
-
-        Measures what is not measured yet.
+        order, and forget them. Measures what is not measured yet.
         """
         self._waiting.clear()
         self.measure([layout.index for layout in self._trained if layout.index not in self._found], None)
         found = {layout.index: self._found[layout.index] for layout in self._trained}
         self._found.clear()
         return found
+
+    def of_all_ranks(
+        self, flags: StepFlags, alike: Sequence[tuple[str, object]]
+    ) -> tuple[float, int, StepFlags]:
+        """Return (sum of squares, number of non-finite elements) of all ranks' gradients, and the flags that some rank
+        has raised; the same bits on every rank. Collective; DesyncError where ranks
+        have other numbers in `alike`.
+
+        Ranks exchange a sum for each unit, and all of these are added exactly and rounded once: the order of units and
+        ranks does not matter.
+        """
+        mine = [0.0] * (2 * self.numbers.count)
+        for unit, stats in self.by_unit().items():
+            if self.tells(unit):
+                at = 2 * self.numbers.number(unit)
+                mine[at : at + 2] = stats
+        rows, world = [mine], self.groups.world
+        if world.size > 1:
+            rows = agree_on_numbers([*mine, *flags], world, "exchange of gradient norms", alike=alike)
+        squares = math.fsum(square for row in rows for square in row[: len(mine) : 2])
+        count = sum(int(number) for row in rows for number in row[1 : len(mine) : 2])
+        if world.size > 1:
+            flags = StepFlags(*(any(column) for column in zip(*(row[len(mine) :] for row in rows), strict=True)))
+        return squares, count, flags
+
+    def tells(self, unit: int) -> bool:
+        """Whether this rank tells the others of a unit's gradients: what several ranks have is told by one of them."""
+        groups, layout = self.groups, self._plan.layouts[unit]
+        parted = self._plan.placement.units[unit].parts > 1 or groups.data.index == 0
+        alone = layout.replica is Replica.NONE or groups.tensor.index == 0
+        return parted and alone and self.numbers.tells(unit)
 
     def by_parameter(self, behind: Reservation | None) -> dict[tuple[int, Slot], GradStats]:
         """Measure each parameter, by (unit, slot).
@@ -89,7 +132,7 @@ class Norms:
         with self._store.read(*keys, by=behind) as partitions:
             for layout, partition in zip(self._trained, partitions, strict=True):
                 held = partition.view(Kind.GRAD)
-                first = layout.partition_start(self._plan.placement.units[layout.index].parts, self._index)
+                first = layout.partition_start(self._plan.placement.units[layout.index].parts, self.groups.data.index)
                 pieces += [
                     (layout.index, overlap.slot, held[overlap.range_start : overlap.range_start + overlap.numel])
                     for overlap in layout.overlaps(first, first + held.numel())

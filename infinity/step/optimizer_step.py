@@ -1,18 +1,23 @@
-"""The stepper: one pass over the sub-groups of a rank. Prefetch the next, step this one in place, flush the previous.
+"""The optimizer step of one rank: what is known of its gradients, what becomes of them, and the update of sub-groups.
 
-It knows partitions, layouts and hyper-parameters. The plan says what a sub-group is, where it lives and in which order
-sub-groups are stepped.
+    IDLE --landed--> ACCUMULATING --decide--> DECIDED --apply--> STEPPING --> APPLIED --finish--> IDLE
+                                                 \\------------------- skipped ------finish--/
 
-[Note: step behind the program] Under the plan's policy `step_behind`, a thread (`step_worker`) steps the sub-groups
-that the program cannot see, because their units are gathered before use, while the next forward runs. It does so under
-a reservation: a gather of a unit that is not stepped yet waits in the store. What the thread steps first is read while
-the last gradients are still to come. Units that stay whole are gathered again after such a step: see [Note: refresh] in
-`infinity.zero.gather`.
+Gradients become complete partitions; all ranks add up their norm and count elements that are not finite; from these
+numbers, the same bits on every rank, each rank draws the same verdict: skip the step, or take it with a factor. Then
+one pass goes over the sub-groups: prefetch the next, step this one in place, flush the previous. The plan says what a
+sub-group is, where it lives and in which order sub-groups are stepped.
+
+[Note: step behind the program] Under the plan's policy `step_behind`, a thread (`infinity.step.worker`) steps the
+sub-groups that the program cannot see, because their units are gathered before use, while the next forward runs. It
+does so under a reservation: a gather of a unit that is not stepped yet waits in the store. What the thread steps first
+is read while the last gradients are still to come. Units that stay whole are gathered again after such a step: see
+[Note: refresh] in `infinity.zero.gather`.
 
 [Note: step in backward] If nothing has to be known about all gradients before the first is used (no clipping, no check
 for NaN), the thread begins during backward: it steps a sub-group as soon as the gradients of all its units are there,
-each parameter's. (Which parameters have a gradient on some rank is agreed on only at the boundary.) If the drive does
-not keep up, the sub-groups that the next forward needs first overtake the others: see `infinity.plan.orders`.
+each parameter's. (Which parameters have a gradient on some rank is agreed on only when backward is over.) If the drive
+does not keep up, the sub-groups that the next forward needs first overtake the others: see `infinity.plan.orders`.
 
 Such a step is a guess: that no more gradients come, that hyper-parameters stay, that `step()` is called at all. It
 begins only for sub-groups whose old values stay on NVMe (see [Note: slots]); until `step()` every reader gets those.
@@ -29,6 +34,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
+from infinity.config.resolve import ResolvedConfig
+from infinity.distributed.collectives import exchange_values
+from infinity.distributed.groups import ProcessGroups
 from infinity.errors import StateError
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
@@ -37,25 +47,51 @@ from infinity.ops.adam import GradStats
 from infinity.optim.update_rules import StepContext, UpdateRule
 from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.partitions import SOON_UNITS, STEP_READS, first_reads
-from infinity.plan.plan import Plan, model_params
+from infinity.plan.plan import Plan, UnitNumbers, model_params
 from infinity.plan.types import Key, Kind
-from infinity.step.norms import Norms
+from infinity.step.loss_scaler import LossScaler, Skips
+from infinity.step.norms import Norms, StepFlags, clip_factor
 from infinity.step.update import StepPass, SubGroupUpdater, in_memory, prefetch
 from infinity.step.worker import StepWorker
 
 # So many times a step may begin in a backward that was not the last of its step; then none does any more.
 _HASTY_MAX = 2
+_NOTHING = GradStats(0.0, 0)
 
 
-class StepperState(enum.Enum):
-    """Where the program is between two steps. What goes on behind it is the worker's business."""
+class StepState(enum.Enum):
+    """How far the step at hand has come. What goes on behind the program is the worker's business."""
 
-    # No gradient has arrived since the last step.
+    # No gradient has arrived since the last step; the verdict is of that one.
     IDLE = "idle"
     # Gradients arrive; some sub-groups may be stepped already: see [Note: step in backward].
     ACCUMULATING = "accumulating"
-    # Inside `step`.
+    # Gradients are complete, and the verdict says what becomes of them.
+    DECIDED = "decided"
+    # Inside `apply`.
     STEPPING = "stepping"
+    # The gradients were used.
+    APPLIED = "applied"
+
+
+@dataclass(frozen=True, slots=True)
+class StepVerdict:
+    """What becomes of a step, the same on every rank.
+
+    norm: of all gradients before clipping, infinite where an element is not finite. nonfinite: how many are not.
+    grad_scale: what gradients are multiplied by in the update. unscale: the part of it that is not clipping. arrived:
+    by the index of a unit, which of its parameters had a gradient on some rank. elsewhere: names of those that only
+    other stages have. flags: what some rank has told.
+    """
+
+    norm: float
+    nonfinite: int
+    skipped: bool
+    grad_scale: float
+    unscale: float
+    arrived: Mapping[int, Sequence[bool]]
+    elsewhere: frozenset[str]
+    flags: StepFlags
 
 
 @dataclass(slots=True)
@@ -88,19 +124,62 @@ class _EarlyStep:
         )  # fmt: skip
 
 
-class Stepper:
-    """One optimizer over a plan's sub-groups.
+class _InBackward:
+    """What of a step goes on while gradients still arrive.
 
-    index: this rank's place among the ranks that share a unit.
-    grad_bound: each gradient element is clamped to this magnitude, once scaled.
+    groups_of: by unit, the sub-groups that may be stepped then. early: the step that has begun in this backward.
+    """
+
+    def __init__(self, may: Iterable[SubGroup]) -> None:
+        self.groups_of: dict[int, list[SubGroup]] = {}
+        for group in may:
+            for piece in group.slices:
+                self.groups_of.setdefault(piece.unit, []).append(group)
+        self.early: _EarlyStep | None = None
+        # How often a step was begun in a backward that was not the last.
+        self._hasty = 0
+        # Units whose gradients are still to come before the step.
+        self._expected: set[int] = set()
+
+    @property
+    def may_begin(self) -> bool:
+        return bool(self.groups_of) and self.early is None and self._hasty < _HASTY_MAX
+
+    def begin(self, early: _EarlyStep) -> None:
+        """A step begins."""
+        self.early = early
+
+    def end(self, *, hasty: bool = False) -> _EarlyStep | None:
+        """Return the step that has begun, of which nothing more begins here. hasty: this was not the last backward."""
+        early, self.early = self.early, None
+        self._hasty += hasty
+        return early
+
+    def outstanding(self, unit: int, hidden: Iterable[SubGroup]) -> int:
+        """How many units of `hidden` sub-groups are still to come, now that this one has."""
+        self._expected = self._expected or {piece.unit for group in hidden for piece in group.slices}
+        self._expected.discard(unit)
+        return len(self._expected)
+
+    def expect_all(self) -> None:
+        """The step is taken: the gradients of all units are to come again."""
+        self._expected = set()
+
+
+class OptimizerStep:
+    """One optimizer over a plan's sub-groups. Called from the training thread only, but for `landed` and `changes`,
+    which autograd's calls in backward.
+
+    config: clipping, bounds and checks are its. scaler: fp16's loss scale; None in other precisions.
     """
 
     def __init__(
-        self, plan: Plan, store: TieredStore, *, device: Device, index: int, rule: UpdateRule,
-        grad_bound: float = math.inf,
+        self, plan: Plan, store: TieredStore, groups: ProcessGroups, config: ResolvedConfig, *, device: Device,
+        rule: UpdateRule, scaler: LossScaler | None = None,
     ) -> None:  # fmt: skip
         self._plan = plan
         self._store = store
+        self._config = config
         self.rule = rule
         # Steps that each parameter of the model has taken, also of other stages: one without a gradient is not stepped,
         # as in torch.
@@ -110,28 +189,52 @@ class Stepper:
         self._group_of: Mapping[str, int] = {name: param.group for name, param in params.items()}
         # How often states may have changed: what was read of them before is old.
         self.age = 0
-        self._parts = plan.step_parts()
-        self._updater = SubGroupUpdater(plan, store, rule, device=device, index=index, grad_bound=grad_bound)
+        self.state = StepState.IDLE
+        # Of the latest step; None before the first.
+        self.verdict: StepVerdict | None = None
+        self.skips = Skips(limit=config.config.max_skipped_steps, scaler=scaler)
+        self._norms = Norms(plan, store, groups)
+        self._updater = SubGroupUpdater(
+            plan, store, rule, device=device, index=groups.data.index, grad_bound=config.clip_value or math.inf
+        )
         self._worker = StepWorker(store, device)
-        self._norms = Norms(plan, store, index=index)
-        self._state = StepperState.IDLE
-        # Units whose gradients are still to come before the next step.
-        self._expected: set[int] = set()
-        # The step that has begun in this backward; how often one was begun in a backward that was not the last.
-        self._early: _EarlyStep | None = None
-        self._hasty = 0
-        # By unit, the sub-groups that may be stepped in backward.
-        self._groups_of: dict[int, list[SubGroup]] = {}
-        for group in self._parts.in_backward:
-            for piece in group.slices:
-                self._groups_of.setdefault(piece.unit, []).append(group)
+        self._parts = plan.step_parts()
+        self._backward = _InBackward(self._parts.in_backward)
         store.keep(*(Key(Kind.STATES, index) for index in plan.kept()))
+
+    # What is known of it.
+
+    @property
+    def norm(self) -> float:
+        """The gradient norm of the latest step, before clipping; 0 before the first."""
+        return self.verdict.norm if self.verdict is not None else 0.0
+
+    @property
+    def numbers(self) -> UnitNumbers:
+        """The place of this rank's units in the whole model."""
+        return self._norms.numbers
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """fp16's loss scale; None in other precisions."""
+        return self.skips.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by: fp16's present loss scale, 1 in other precisions."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def grad_factor(self) -> float:
+        """What accumulated gradients are multiplied by: averaging over data-parallel ranks, and fp16's unscaling."""
+        averaged = self._config.config.gradient_allreduce_op == "mean"
+        return 1.0 / (self._norms.groups.data.size if averaged else 1) / self.loss_scale
 
     def parameter_scalars(self) -> dict[str, dict[str, Any]]:
         """Return what the optimizer keeps of a parameter in one value, by name, for those that this rank steps."""
         if not self.rule.joins:
             # A step that goes on changes them.
-            self.finish()
+            self.synchronize()
         return self.rule.parameter_scalars(self.steps)
 
     def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
@@ -144,94 +247,85 @@ class Stepper:
         """
         self._group_of = dict(group_of)
 
-    def _move(self, to: StepperState) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps besides step counts: the loss scale, and skipped steps in a row."""
+        scaler = self.scaler
+        return {"loss_scale": None if scaler is None else scaler.state_dict(), "skips": self.skips.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take `state_dict()` back; a run in another precision keeps its own loss scale."""
+        if self.scaler is not None and state["loss_scale"] is not None:
+            self.scaler.load_state_dict(state["loss_scale"])
+        self.skips.load_state_dict(state["skips"])
+
+    def _move(self, to: StepState) -> None:
         """Change the state. StateError inside a step, which only ends."""
-        if self._state is StepperState.STEPPING and to is not StepperState.IDLE:
-            raise StateError(f"the stepper cannot go from {self._state.value} to {to.value}")
-        self._state = to
+        if self.state is StepState.STEPPING and to not in (StepState.IDLE, StepState.APPLIED):
+            raise StateError(f"the optimizer's step cannot go from {self.state.value} to {to.value}")
+        self.state = to
 
     # As gradients arrive.
 
-    def start_in_backward(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float) -> None:
-        """Let the step begin in the backward that comes: see [Note: step in backward]. Arguments as of `step`."""
-        self._move(StepperState.ACCUMULATING)
+    def start_in_backward(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Let the step begin in the backward that comes: see [Note: step in backward]. groups: as of `apply`."""
+        self._move(StepState.ACCUMULATING)
         # A unit with a parameter that is in no group is stepped with what has arrived.
-        whole = len(self._group_of) == len(self.steps)
-        if self._groups_of and whole and self._early is None and self._hasty < _HASTY_MAX:
+        if self._backward.may_begin and len(self._group_of) == len(self.steps):
             behind = StepPass(self._parts.hidden, self._store, self._updater, Reservation(pending=True))
-            self._early = _EarlyStep(behind, tuple(map(self.rule.hyper, groups)), self._group_of, grad_scale)
+            hyper = tuple(map(self.rule.hyper, groups))
+            self._backward.begin(_EarlyStep(behind, hyper, self._group_of, self.grad_factor))
 
-    def on_accumulated(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
-        """Note that a unit's gradients have been accumulated.
+    def landed(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
+        """A unit's GRAD partition has new sums.
 
-        arrived: which of the unit's parameters have a gradient. final: whether this is probably the last time before
-        the step.
+        arrived: which of the unit's parameters have a gradient since the last step. final: whether this is probably the
+        last time before the step.
         """
-        self._move(StepperState.ACCUMULATING)
+        self._move(StepState.ACCUMULATING)
         self._norms.forget(unit)
-        if self._early is not None and final:
+        if self._backward.early is not None and final:
             self._norms.measure([unit], None)
-            self._step_early(self._early, unit, arrived)
+            self._step_early(self._backward.early, unit, arrived)
         elif final and self._plan.policy.step_behind:
-            self._read_ahead(unit)
+            if self._backward.outstanding(unit, self._parts.hidden) == SOON_UNITS:
+                # Begin to read what the step needs first, now that backward has only a few gradients to deliver.
+                for group in first_reads(self._parts.hidden, partial(in_memory, self._store)):
+                    if not prefetch(self._store, None, group):
+                        break
             if units := self._norms.batch(unit):
                 reservation = Reservation()
                 self._store.access.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
                 self._worker.submit(reservation, self._norms.measure, units, reservation)
 
-    def before_more(self, unit: int) -> None:
-        """Note that a unit's gradients are about to change: do not begin to measure them."""
+    def changes(self, unit: int) -> None:
+        """Gradients are about to be added to those of a unit that were said to be final: do not begin to measure
+        them.
+        """
         self._norms.unqueue(unit)
 
     def forget(self) -> None:
         """Drop the accumulated gradients, and what was stepped with them."""
-        self._move(StepperState.IDLE)
+        self._move(StepState.IDLE)
         self._forget_early()
 
     def reset(self) -> None:
         """Finish what has begun, before all values are replaced."""
         self.age += 1
         self.forget()
-        self.finish()
-
-    def grad_stats(self) -> dict[int, GradStats]:
-        """Return the sum of squares (fp64) of this rank's accumulated gradients, and their non-finite elements' number,
-        for each trained unit, in the plan's order.
-
-        Waits for what goes on behind the program, except for a step that has begun in backward.
-        """
-        if self._early is None:
-            self.finish()
-        return self._norms.by_unit()
-
-    def parameter_stats(self) -> dict[tuple[int, Slot], GradStats]:
-        """Return the same of each parameter, by (unit, slot): of the latest step's gradients, until the next backward.
-
-        Counts only this rank's elements.
-        """
-        return self._norms.by_parameter(self._worker.latest)
-
-    def _read_ahead(self, unit: int) -> None:
-        """Begin to read what the step needs first once backward has only a few units' gradients to deliver."""
-        self._expected = self._expected or {piece.unit for group in self._parts.hidden for piece in group.slices}
-        self._expected.discard(unit)
-        if len(self._expected) == SOON_UNITS:
-            for group in first_reads(self._parts.hidden, partial(in_memory, self._store)):
-                if not prefetch(self._store, None, group):
-                    break
+        self.synchronize()
 
     def _step_early(self, early: _EarlyStep, unit: int, arrived: Sequence[bool]) -> None:
         """Step the sub-groups that have all gradients now."""
-        if any(group.index in early.begun for group in self._groups_of.get(unit, ())):
+        mine = self._backward.groups_of.get(unit, ())
+        if any(group.index in early.begun for group in mine):
             # That was not the last backward of the step: a program that does so once will again.
-            self._hasty += 1
-            self._forget_early()
+            self._forget_early(hasty=True)
             return
         if early.reservation.forgotten or not all(arrived):
-            # Another rank may have the others: that is known at the boundary.
+            # Another rank may have the others: `decide` knows.
             return
         early.complete.add(unit)
-        for group in self._groups_of.get(unit, ()):
+        for group in mine:
             units = {piece.unit for piece in group.slices}
             if units <= early.complete:
                 steps = {index: [self.steps[slot.name] + 1 for slot in self._slots(index)] for index in units}
@@ -242,50 +336,125 @@ class Stepper:
                     context = StepContext(early.hyper, early.group_of, early.grad_scale, flags, steps)
                     self._let_step(early.behind, context, [group])
 
-    def _forget_early(self) -> None:
-        early, self._early = self._early, None
-        if early is not None:
+    def _forget_early(self, *, hasty: bool = False) -> None:
+        if (early := self._backward.end(hasty=hasty)) is not None:
             self._store.access.forget(early.reservation)
 
-    # Steps.
+    # The verdict.
 
-    def step(
-        self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float, arrived: Mapping[int, Sequence[bool]]
-    ) -> None:
-        """Step every parameter that has a gradient; the visible ones are stepped on return, the others reserved.
-
-        groups: the live parameter groups (lr, betas, eps, weight_decay).
-        grad_scale: multiplies every gradient (unscaling, averaging and clipping in one).
-        arrived: by unit, which of its parameters have had a gradient on any rank.
+    def check_trains(self, *, unscaled: bool) -> None:
+        """Raise StateError where no step can be taken. Nothing has changed then. unscaled: whether a gradient has come
+        without the loss scale.
         """
-        self._move(StepperState.STEPPING)
+        if not self._plan.trains:
+            raise StateError("nothing to step: every parameter was frozen when the engine was made")
+        if self.scaler is not None and unscaled:
+            raise StateError(
+                "fp16 needs its loss scale, and gradients have come without it: call engine.zero_grad(), and from then "
+                "on engine.backward(loss) instead of loss.backward()"
+            )
+
+    def decide(
+        self, arrived: Mapping[int, Sequence[bool]], elsewhere: frozenset[str], flags: StepFlags,
+        param_groups: Sequence[Mapping[str, Any]],
+    ) -> StepVerdict:  # fmt: skip
+        """Decide about the gradients, which are complete. Collective. DesyncError where ranks would step with different
+        numbers.
+
+        arrived: by unit, which of its parameters have had a gradient on some rank. elsewhere: the names of parameters
+        of other stages that have. flags: what this rank tells the others.
+        """
+        if self._backward.early is None:
+            # A step that has begun in backward is not waited for.
+            self.synchronize()
+        squares, count, heard = self._norms.of_all_ranks(flags, self._numbers(param_groups))
+        config, unscale = self._config, self.grad_factor
+        norm = math.sqrt(squares) * unscale if not count else math.inf
+        skipped = bool(count) and (config.checks_gradients or not self.rule.guarded)
+        self.skips.update(skipped)
+        factor = unscale if skipped else unscale * clip_factor(norm, config.clip_norm)
+        self.verdict = StepVerdict(norm, count, skipped, factor, unscale, arrived, elsewhere, heard)
+        self._move(StepState.DECIDED)
+        return self.verdict
+
+    def _numbers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, object]]:
+        """Return the numbers that the step takes beside gradients, by name: of each group, and of the configuration."""
+        config = self._config
+        return [
+            *((f"param_groups[{at}][{key!r}]", said)
+              for at, group in enumerate(param_groups) for key, value in group.items()
+              if key != "params" and (said := _number(value)) is not None),
+            ("gradient_clipping", config.clip_norm), ("gradient_clipping_value", config.clip_value),
+            ("gradient_accumulation_steps", config.accumulation), ("the loss scale", self.loss_scale),
+        ]  # fmt: skip
+
+    def norms_by_parameter(self) -> dict[str, float]:
+        """Return the gradient norm of every parameter that had a gradient in the latest step, by name. Collective;
+        until the next backward.
+
+        Each rank adds up the squares of its part of a parameter, and these are added up over ranks.
+        """
+        verdict, world = self.verdict, self._norms.groups.world
+        if verdict is None or not verdict.arrived:
+            raise StateError(
+                "norms by parameter are those of the latest step: ask for them after step(), before the next backward"
+            )
+        stats = self._norms.by_parameter(self._worker.latest)
+        mine: list[tuple[str, float, int]] = []
+        for layout in self._plan.layouts:
+            told = self._norms.tells(layout.index)
+            for slot, flag in zip(layout.slots, verdict.arrived.get(layout.index, ()), strict=False):
+                if flag:
+                    mine.append((slot.name, *(stats.get((layout.index, slot), _NOTHING) if told else _NOTHING)))
+        # Ranks of other stages have other parameters.
+        rows = exchange_values(mine, world, "exchange of norms by parameter") if world.size > 1 else [mine]
+        told_of: dict[str, list[float]] = {}
+        for name, squares, count in (each for row in rows for each in row):
+            told_of.setdefault(name, []).append(math.inf if count else squares)
+        return {name: math.sqrt(math.fsum(squares)) * verdict.unscale for name, squares in told_of.items()}
+
+    # The update.
+
+    def apply(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Step every parameter that has a gradient, as the verdict says; the visible ones are stepped on return, the
+        others reserved. param_groups: live (lr, betas, eps, weight_decay).
+        """
+        verdict = self.verdict
+        if self.state is not StepState.DECIDED or verdict is None:
+            raise StateError("optimizer.step() is called by engine.step(): call that instead")
+        self._move(StepState.STEPPING)
         try:
             self.age += 1
-            hyper = tuple(map(self.rule.hyper, groups))
-            steps = self._count(arrived)
-            self._step(StepContext(hyper, self._group_of, grad_scale, arrived, steps, self._updater.mark()))
-        finally:
-            self._move(StepperState.IDLE)
-
-    def count_elsewhere(self, names: Iterable[str]) -> None:
-        """Count the step that was taken for parameters that ranks of other stages step."""
-        for name in self._group_of.keys() & names:
-            self.steps[name] += 1
-
-    def _count(self, arrived: Mapping[int, Sequence[bool]]) -> dict[int, list[int]]:
-        """Count this step for every parameter that takes it; return all step counts, by unit."""
-        for index, flags in arrived.items():
-            for slot, flag in zip(self._slots(index), flags, strict=True):
-                # A parameter in tiles counts once: its tiles have their gradients together.
-                self.steps[slot.name] += flag and slot.ends and slot.name in self._group_of
-        return {index: [self.steps[slot.name] for slot in self._slots(index)] for index in arrived}
+            hyper = tuple(map(self.rule.hyper, param_groups))
+            # A parameter in tiles counts once: its tiles have their gradients together.
+            for index, flags in verdict.arrived.items():
+                for slot, flag in zip(self._slots(index), flags, strict=True):
+                    self.steps[slot.name] += flag and slot.ends and slot.name in self._group_of
+            context = StepContext(
+                hyper, self._group_of, verdict.grad_scale, verdict.arrived,
+                {index: [self.steps[slot.name] for slot in self._slots(index)] for index in verdict.arrived},
+                self._updater.mark(),
+            )  # fmt: skip
+            self._step(context)
+            # Of other stages, whose ranks step them.
+            for name in self._group_of.keys() & verdict.elsewhere:
+                self.steps[name] += 1
+        except BaseException:
+            self._move(StepState.IDLE)
+            raise
+        self._move(StepState.APPLIED)
 
     def _step(self, context: StepContext) -> None:
-        behind = self._commit_early(context)
-        if behind is None:
-            self.finish()
+        early = self._backward.early
+        if early is not None and early.is_right(context) and self._store.access.commit(early.reservation):
+            # The step that has begun in backward was begun as this one.
+            self._backward.end()
+            behind = early.behind
+        else:
+            self._forget_early()
+            self.synchronize()
             behind = StepPass(self._parts.hidden, self._store, self._updater, Reservation())
-        self._expected = set()
+        self._backward.expect_all()
         rest = [group for group in self._parts.hidden if group.index not in behind.begun]
         assert behind.reservation is not None
         with self._worker.failing(behind.reservation):
@@ -299,15 +468,6 @@ class Stepper:
             visible.run(len(self._parts.visible), self._worker.stopping)
             self._let_step(behind, context, rest)
 
-    def _commit_early(self, context: StepContext) -> StepPass | None:
-        """Return the step that has begun in backward if it was begun as this one; else forget it."""
-        early = self._early
-        if early is not None and early.is_right(context) and self._store.access.commit(early.reservation):
-            self._early = None
-            return early.behind
-        self._forget_early()
-        return None
-
     def _let_step(self, behind: StepPass, context: StepContext, groups: Sequence[SubGroup]) -> None:
         """Make these sub-groups ready, and let the worker step as many: those whose turn it is."""
         behind.add(groups, context)
@@ -317,6 +477,15 @@ class Stepper:
             self._worker.submit(behind.reservation, behind.run, len(groups), self._worker.stopping)
 
     def finish(self) -> None:
+        """End the step: the loss scale reacts to its verdict."""
+        assert self.verdict is not None
+        if self.scaler is not None:
+            self.scaler.update(overflow=bool(self.verdict.nonfinite))
+        self._move(StepState.IDLE)
+
+    # Behind the program.
+
+    def synchronize(self) -> None:
         """Wait for everything that goes on behind the program; raise what went wrong with it."""
         self._worker.finish()
 
@@ -333,3 +502,10 @@ class Stepper:
 
     def _slots(self, unit: int) -> Sequence[Slot]:
         return self._plan.layouts[unit].slots
+
+
+def _number(value: object) -> object:
+    """Return a number, or a sequence of them, in a form that is the same text on every rank; None for anything else."""
+    if isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    return tuple(map(_number, value)) if isinstance(value, (tuple, list)) else None

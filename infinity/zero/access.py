@@ -47,6 +47,7 @@ from infinity.plan.layout import Slot, states_of
 from infinity.plan.plan import ModelParam, Plan, model_params
 from infinity.plan.shards import Replica
 from infinity.plan.types import Kind
+from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator, ModuleCall
 from infinity.zero.deferred_init import PIECE_NBYTES, DeferredInit, broadcast_values, spools_of
@@ -322,8 +323,7 @@ Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 class ParamAccess:
     """Through what the parameters of one engine are read and changed; `own_parameters` has each of them know it.
 
-    grad_factor: returns what accumulated gradients are multiplied by now (averaging, unscaling). check: raises what
-    stands against a verb of the engine's.
+    check: raises what stands against a verb of the engine's.
     """
 
     plan: Plan
@@ -332,7 +332,7 @@ class ParamAccess:
     units: list[Unit]
     gradients: Gradients
     coordinator: Coordinator
-    grad_factor: Callable[[], float]
+    step: OptimizerStep
     check: Callable[[str], None]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -38,6 +38,7 @@ from infinity.memory.tiers.device import Device
 from infinity.plan.plan import Plan
 from infinity.plan.pools import UnitMemory
 from infinity.plan.prefetch import FetchSchedule, Timing, UnitAccess
+from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero.unit import GatherState, Unit
 
 
@@ -56,6 +57,8 @@ class GatheredMemory:
         # Open uses of each unit; a unit without one has no entry.
         self._users: dict[Unit, int] = {}
         self._held = self._nothing_held()
+        # Those that are stepped, in the order in which they are.
+        self._trained = [self._units[index] for index in plan.refresh_order()]
         # Units whose copy to the device may still read their partition, in the order of the copies.
         self._copying: deque[Unit] = deque()
         # Units that are brought up to date at their next use, in the order of their steps. Some may be already.
@@ -112,13 +115,13 @@ class GatheredMemory:
         while not self._store.prefetch(*keys) and self._copying:
             self._copying.popleft().release_lease(wait=True)
 
-    def follow_step(self, units: Sequence[Unit]) -> None:
-        """The optimizer steps the partitions of these units, in this order, and may still be at it. Collective.
+    def follow_step(self) -> None:
+        """The optimizer steps the partitions of units, in the plan's order, and may still be at it. Collective.
         See [Note: refresh].
         """
         self._outdated.clear()
         at_once: list[Unit] = []
-        for unit in units:
+        for unit in self._trained:
             unit.stepped()
             if self._plan.refreshed_at_use(unit.layout.index):
                 unit.outdate(hide=True)
@@ -344,6 +347,9 @@ def gather_rate(units: Sequence[Unit], store: TieredStore, device: Device, memor
             seconds = time.perf_counter() - began
     return largest.layout.nbytes / seconds
 
+
+# The step of an engine after which a pass is timed.
+_WATCHED_STEP = 2
 # Traces whose schedules are remembered.
 _SCHEDULES_MAX = 16
 # Length after which a trace is no longer recorded.
@@ -402,6 +408,8 @@ class Prefetcher:
         # The timer of the pass under way or of the next one, and the latest training pass that was timed in full.
         self._timer: PrefetchTimer | None = None
         self._timed: tuple[tuple[UnitAccess, ...], PrefetchTimer] | None = None
+        # Of this engine, not of the run: one that is taken up is timed, too.
+        self._steps = 0
         # How many passes did not go as scheduled: a figure instead of a flood of warnings.
         self.mismatches = 0
 
@@ -466,9 +474,21 @@ class Prefetcher:
         # A use without weights keeps what lies there for a later use.
         return schedule.keep[position] or not schedule.uses[position].needed
 
-    def watch(self, device: Device) -> None:
-        """Time the next training pass."""
-        self._timer = PrefetchTimer(device)
+    def count_step(self, step: OptimizerStep, device: Device, group: AxisGroup) -> None:
+        """A step is decided: time one warm training pass after it, or take up what was timed and from then on prefetch
+        as late as the times allow. Collective.
+        """
+        count, self._steps = self._steps, self._steps + 1
+        if not self._plan.policy.time_prefetch or count not in (_WATCHED_STEP, _WATCHED_STEP + 1):
+            return
+        if count == _WATCHED_STEP:
+            self._timer = PrefetchTimer(device)
+            return
+        # The drive is measured alone: a step that has begun in backward would share it.
+        step.synchronize()
+        found = agree(self.use_times(), self._units, self._store, device, group, self._memory)
+        if found is not None:
+            self.retime(*found)
 
     def use_times(self) -> tuple[tuple[UnitAccess, ...], tuple[float, ...]] | None:
         """(trace, seconds of computation from each use to the next) of the pass that was timed; None without one."""

@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ from infinity.base import trace
 from infinity.base.transfer import Transfer
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
-from infinity.distributed.collectives import Reduction, exchange
+from infinity.distributed.collectives import Reduction, exchange, exchange_texts
+from infinity.distributed.consistency import on_any_rank
 from infinity.distributed.groups import ProcessGroups
 from infinity.errors import StateError
 from infinity.memory.ledger import Ledger
@@ -40,8 +41,12 @@ from infinity.memory.tiers.device import Device
 from infinity.plan.plan import Plan
 from infinity.plan.shards import Replica
 from infinity.plan.types import Kind, Tier
+from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero.reduction import Reducer, ReductionOrders
 from infinity.zero.unit import Unit
+
+# What is said where every gradient is finite.
+_NOWHERE = "of no parameter"
 
 
 class _Arrival(NamedTuple):
@@ -219,24 +224,12 @@ class FrozenGradients:
         )
 
 
-class GradientSink(Protocol):
-    """What takes gradients further: the optimizer, which ZeRO does not import."""
-
-    def on_accumulated(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
-        """A unit's GRAD partition has new sums. arrived: which of its parameters have a gradient since the last step.
-        final: probably the last time before the step.
-        """
-
-    def before_more(self, unit: int) -> None:
-        """Gradients are about to be added to those of a unit that were said to be final."""
-
-
 class Gradients:
     """Collects, reduces and accumulates the gradients of all trainable units of a rank."""
 
     def __init__(
         self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, device: Device, groups: ProcessGroups,
-        ledger: Ledger, sink: GradientSink, trains: bool = True,
+        ledger: Ledger, step: OptimizerStep, trains: bool = True,
     ) -> None:  # fmt: skip
         """trains: whether there is an optimizer at all."""
         self._units = [unit for unit in units if unit.layout.trainable]
@@ -251,7 +244,7 @@ class Gradients:
         self._orders = ReductionOrders(self._units, _chunks(self._units, plan))
         # What ranks of other stages have, too, and which of these share its gradients.
         self._shared = _shared(self._units, plan, groups)
-        self._sink: GradientSink | None = sink
+        self._step = step
         # Whether the micro-step is the last before the step, as far as is known.
         self._last = True
         # Which parameters of a unit have had a gradient since the last step, on this rank.
@@ -292,7 +285,7 @@ class Gradients:
 
     def begin_micro_step(self, *, last: bool) -> None:
         """A training forward begins, or the program says since which micro-step its is. last: a step is due after its
-        backward, so that the sink gets final gradients.
+        backward, so that these gradients are final.
         """
         self._last = last
 
@@ -329,20 +322,34 @@ class Gradients:
 
     # At the boundary.
 
-    def agree_on_order(self) -> None:
-        """After the first backward, reduce in the order in which rank 0's units really finish. Collective, once."""
-        self._orders.agree(self._groups.stage)
+    def settle(self) -> tuple[dict[int, list[bool]], frozenset[str]]:
+        """Complete the partitions for the step. Collective. Returns which parameters have a gradient on some rank: of
+        this rank's units, by index, and the names of those that only other stages have.
+        """
+        # Gradients that arrived after their unit's turn.
+        late = [any(param.grad is not None for param in unit.params) for unit in self._units]
+        stage, world = self._groups.stage, self._groups.world
+        if stage.size > 1:
+            late = on_any_rank(late, stage, "agreement on late gradients")
+        self.complete([unit for unit, is_late in zip(self._units, late, strict=True) if is_late])
+        for unit in sorted(self._shared, key=lambda unit: unit.layout.index):
+            if unit.layout.numel:
+                self.sum_shared(unit)
+        arrived = {unit.layout.index: [*flags] for unit, flags in self.arrived.items()}
+        elsewhere: frozenset[str] = frozenset()
+        if world.size > 1:
+            numbers = self._step.numbers
+            anyone = on_any_rank(numbers.flags(arrived), world, "agreement on gradients")
+            arrived = {index: numbers.of_unit(anyone, index) for index in arrived}
+            elsewhere = numbers.names_elsewhere(anyone)
+            # After the first backward, reduce in the order in which rank 0's units really finish.
+            self._orders.agree(stage)
+        return arrived, elsewhere
 
-    def leftovers(self) -> list[int]:
-        """Indices of units with gradients that arrived after their unit's turn."""
-        return [unit.layout.index for unit in self._units if any(param.grad is not None for param in unit.params)]
-
-    def boundary(self, leftovers: Sequence[int] = ()) -> None:
-        """Complete the partitions: collect `leftovers` (the same on every rank), reduce what is still whole."""
-        late = set(leftovers)
-        for unit in self._units:
-            if unit.layout.index in late:
-                self._collect(unit)
+    def complete(self, late: Sequence[Unit] = ()) -> None:
+        """Collect `late` gradients (of the same units on every rank), and reduce what is still whole."""
+        for unit in late:
+            self._collect(unit)
         self._end_reduction()
         if self._whole is not None:
             for unit in self.order:
@@ -354,7 +361,7 @@ class Gradients:
 
     def sum_shared(self, unit: Unit) -> None:
         """Add up what each rank of the pipeline axis has of the gradients of a unit that all of them hold, or the first
-        and the last. Collective over these; after `boundary`.
+        and the last. Collective over these; after `complete`.
         """
         group = self._shared[unit]
         with self._partitions.write(unit) as target:
@@ -382,10 +389,10 @@ class Gradients:
 
     def close(self) -> None:
         """Return the buffers of whole gradients and drop what autograd left."""
-        # No step begins any more with what still arrives.
-        self._sink = None
         self._reducer.close()
-        self._end_copies(wait=True)
+        # No step begins any more with what still arrives.
+        for unit in self._partitions.arrive(wait=True):
+            unit.release_lease(wait=True)
         if self._whole is not None:
             self._whole.close()
         self._drop_autograds()
@@ -421,7 +428,7 @@ class Gradients:
 
     def nonfinite_slot(self, unit: Unit) -> int | None:
         """The last parameter of a unit, by its place in the layout, whose gradient is not finite as far as this rank
-        has it: its own whole one, or its partition of the sum over ranks. After `boundary`, before `reset`.
+        has it: its own whole one, or its partition of the sum over ranks. After `settle`, before `reset`.
         """
         if unit not in self._begun or not unit.layout.numel:
             return None
@@ -429,6 +436,43 @@ class Gradients:
             return _nonfinite_in(unit, self._whole[unit], 0)
         with self._partitions.read(unit) as held:
             return _nonfinite_in(unit, held, unit.rank_in_parts * held.numel())
+
+    def first_nonfinite(self, *, loss_is_finite: bool) -> str:
+        """Return, in words, the first parameter in the order of backward whose gradient is not finite, and its rank.
+        Collective. The rank is known if gradients are whole until the step, and otherwise by its loss.
+        """
+        found = self._first_in_stage(loss_is_finite=loss_is_finite)
+        if self._groups.pipeline.size > 1:
+            # The last stage's backward comes first.
+            told = exchange_texts(found, self._groups.pipeline, "search for what is not finite")
+            found = next((each for each in reversed(told) if each != _NOWHERE), found)
+        return found
+
+    def _first_in_stage(self, *, loss_is_finite: bool) -> str:
+        group, at, slot_at = self._groups.stage, math.inf, -1
+        for index, unit in enumerate(self.order):
+            found = self.nonfinite_slot(unit)
+            if found is not None:
+                at, slot_at = index, found
+                break
+        rows = exchange(
+            [float(at), float(slot_at), float(not loss_is_finite)], group,
+            "search for what is not finite",
+        )  # fmt: skip
+        place = min(row[0] for row in rows)
+        if place == math.inf:
+            return _NOWHERE
+        slot_at = int(max(row[1] for row in rows if row[0] == place))
+        name = self.order[int(place)].layout.slots[slot_at].name
+        if group.size == 1:
+            return name
+        losses = [rank for rank, row in zip(group.members, rows, strict=True) if row[2]]
+        if losses:
+            return f"{name}, on rank {_listed(losses)}, where the loss is not finite"
+        if self.whole:
+            there = [rank for rank, row in zip(group.members, rows, strict=True) if row[0] == place]
+            return f"{name}, on rank {_listed(there)}"
+        return f"{name}, in the sum over ranks (every loss is finite)"
 
     # Steps on the way.
 
@@ -483,8 +527,8 @@ class Gradients:
         self._begun.add(unit)
         # Before this unit's new gradients: what arrives now is from before.
         self._end_copies()
-        if unit in self._final and self._sink is not None:
-            self._sink.before_more(unit.layout.index)
+        if unit in self._final:
+            self._step.changes(unit.layout.index)
         if self._last and unit not in self._shared:
             self._final.add(unit)
         if reduced is not None:
@@ -524,8 +568,7 @@ class Gradients:
     def _tell(self, unit: Unit) -> None:
         # The unit's weights were copied out of their partition before its gradients came: a step may write it now.
         unit.release_lease(wait=True)
-        if self._sink is not None:
-            self._sink.on_accumulated(unit.layout.index, self.arrived[unit], final=unit in self._final)
+        self._step.landed(unit.layout.index, self.arrived[unit], final=unit in self._final)
 
     def _drop_autograds(self) -> None:
         for unit in self._units:
@@ -559,40 +602,6 @@ def _nonfinite_in(unit: Unit, values: Tensor, first: int) -> int | None:
         if not math.isfinite(piece.sum(dtype=torch.float64).item()):
             return unit.layout.slots.index(overlap.slot)
     return None
-
-# What is said where every gradient is finite.
-NOWHERE = "of no parameter"
-_NOWHERE = math.inf
-
-
-def first_nonfinite(gradients: Gradients, group: AxisGroup, *, loss_is_finite: bool) -> str:
-    """Return, in words, the first parameter in the order of backward whose gradient is not finite, and its rank.
-    Collective. The rank is known if gradients are whole until the boundary, and otherwise by its loss.
-    """
-    at, slot_at, name = _NOWHERE, -1, ""
-    for index, unit in enumerate(gradients.order):
-        found = gradients.nonfinite_slot(unit)
-        if found is not None:
-            at, slot_at, name = index, found, unit.layout.slots[found].name
-            break
-    rows = exchange(
-        [float(at), float(slot_at), float(not loss_is_finite)], group,
-        "search for what is not finite",
-    )  # fmt: skip
-    place = min(row[0] for row in rows)
-    if place == _NOWHERE:
-        return NOWHERE
-    slot_at = int(max(row[1] for row in rows if row[0] == place))
-    name = gradients.order[int(place)].layout.slots[slot_at].name
-    if group.size == 1:
-        return name
-    losses = [rank for rank, row in zip(group.members, rows, strict=True) if row[2]]
-    if losses:
-        return f"{name}, on rank {_listed(losses)}, where the loss is not finite"
-    if gradients.whole:
-        there = [rank for rank, row in zip(group.members, rows, strict=True) if row[0] == place]
-        return f"{name}, on rank {_listed(there)}"
-    return f"{name}, in the sum over ranks (every loss is finite)"
 
 
 def _listed(ranks: list[int]) -> str:

@@ -160,7 +160,7 @@ class _Part:
         if kind == "master":
             return self._read_master()
         if kind == "grad":
-            return self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.grad_factor()
+            return self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.step.grad_factor
         return self._read_states(Kind(kind))
 
     def set_own(self, kind: str, own: Tensor) -> None:
@@ -168,7 +168,7 @@ class _Part:
         if kind == "master":
             self._write_master(own)
         elif kind == "grad":
-            self._owner.gradients.replace(self._unit, self._param, own / self._owner.grad_factor())
+            self._owner.gradients.replace(self._unit, self._param, own / self._owner.step.grad_factor)
         else:
             self._write_states(Kind(kind), own)
 

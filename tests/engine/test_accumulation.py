@@ -244,7 +244,7 @@ def test_gradients_that_come_after_a_last_backward_are_not_lost(tmp_path):
                 # The second backward of a step is said not to be the last one, and is; then the first is, and is not.
                 engine.set_gradient_accumulation_boundary((micro % 2 == 0) == last)
                 engine.backward(loss)
-                begun.append(engine._runtime.stepper._early is not None)
+                begun.append(engine._runtime.step._backward.early is not None)
                 # All that can begin early has been stepped.
                 engine.synchronize()
                 if micro % 2:

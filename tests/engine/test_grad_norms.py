@@ -12,19 +12,18 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.engine import step
-from infinity.engine.step import Boundary, StepFlags
 from infinity.errors import StateError
 from infinity.ops.adam import GradStats
-from infinity.plan.plan import UnitNumbers
 from infinity.plan.shards import Replica
+from infinity.step import norms
+from infinity.step.norms import Norms, StepFlags
 from tests.support.oracle import Case, join, settings, train
 
-Norms = list[dict[str, float]]
+ByName = list[dict[str, float]]
 STEPS = 2
 
 
-def expected(world: int, accumulation: int) -> Norms:
+def expected(world: int, accumulation: int) -> ByName:
     """The first step of plain torch, all ranks' data: later ones depend on the optimizer."""
     model = Case().model()
     for micro in range(accumulation):
@@ -38,7 +37,7 @@ class Asked(Case):
     """Asks after every step."""
 
     def __init__(self) -> None:
-        self.norms: Norms = []
+        self.norms: ByName = []
 
     def after_step(self, call: nn.Module, step: int, access: Any) -> list[torch.Tensor]:
         self.norms.append(call.get_grad_norms())
@@ -135,23 +134,18 @@ def test_a_norm_over_two_axes_counts_once_what_several_ranks_have(monkeypatch: p
     def on_rank(data: int, tensor: int, rows: list[list[float]] | None) -> tuple[Any, list[float]]:
         """(the result, what the rank has told)."""
         said: list[list[float]] = []
-        monkeypatch.setattr(step, "agree_on_numbers", lambda mine, *_, **__: (said.append(mine), rows or [mine])[1])
-        monkeypatch.setattr(Boundary, "_numbers_of_step", lambda *_: [])
-        boundary = object.__new__(Boundary)
-        layouts = [SimpleNamespace(slots=())] * len(UNITS)
-        plan = SimpleNamespace(pipeline=None, layouts=layouts, told_elsewhere=frozenset())
-        boundary._numbers = UnitNumbers(plan)  # type: ignore[arg-type]
-        boundary._runtime = SimpleNamespace(  # type: ignore[assignment]
-            stepper=SimpleNamespace(grad_stats=lambda: {unit: squares(unit, data, tensor) for unit in range(4)}),
-            groups=SimpleNamespace(
-                world=SimpleNamespace(size=4), data=SimpleNamespace(index=data), tensor=SimpleNamespace(index=tensor)
-            ),
-            units=[
-                SimpleNamespace(placed=SimpleNamespace(parts=2 if parted else 1), layout=SimpleNamespace(replica=each))
-                for parted, each in UNITS
-            ],
+        monkeypatch.setattr(norms, "agree_on_numbers", lambda mine, *_, **__: (said.append(mine), rows or [mine])[1])
+        monkeypatch.setattr(Norms, "by_unit", lambda _: {unit: squares(unit, data, tensor) for unit in range(4)})
+        plan = SimpleNamespace(
+            pipeline=None, told_elsewhere=frozenset(),
+            layouts=[SimpleNamespace(slots=(), trainable=True, replica=replica) for _, replica in UNITS],
+            placement=SimpleNamespace(units=[SimpleNamespace(parts=2 if parted else 1) for parted, _ in UNITS]),
+        )  # fmt: skip
+        groups = SimpleNamespace(
+            world=SimpleNamespace(size=4), data=SimpleNamespace(index=data), tensor=SimpleNamespace(index=tensor)
         )
-        return boundary._global_stats(StepFlags(preempted=(data, tensor) == (1, 0)), []), said[0]
+        mine = Norms(plan, None, groups)  # type: ignore[arg-type]
+        return mine.of_all_ranks(StepFlags(preempted=(data, tensor) == (1, 0)), []), said[0]
 
     places = [(data, tensor) for data in range(2) for tensor in range(2)]
     rows = [on_rank(*place, None)[1] for place in places]

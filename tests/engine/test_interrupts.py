@@ -31,7 +31,7 @@ def test_an_interrupt_waits_until_the_verb_is_whole(tmp_path, verb, monkeypatch)
     """In the middle of each verb, once: the verb is whole. Twice: no verb does anything any more."""
     inside = {
         "forward": ("coordinator", "open_scope"), "backward": ("coordinator", "end_backward"),
-        "step": ("stepper", "step"), "save": ("hooks", "check_tree"),
+        "step": ("step", "apply"), "save": ("hooks", "check_tree"),
     }  # fmt: skip
     expected = reference(0, str(tmp_path), "device")[1]
     for times in (1, 2):

@@ -66,7 +66,7 @@ def snapshot(engine: Any) -> list[Tensor]:
     """Weights and moments of every parameter, and the steps that each has taken."""
     states = [infinity.state(param) for param in engine.module.parameters()]
     values = [value for state in states for value in (state.master, state.exp_avg, state.exp_avg_sq)]
-    return [*values, torch.tensor(list(engine._runtime.stepper.steps.values()))]
+    return [*values, torch.tensor(list(engine._runtime.step.steps.values()))]
 
 
 def step(engine: Any, seed: int, poison: float | None = None) -> None:

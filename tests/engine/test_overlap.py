@@ -70,7 +70,8 @@ def run(rank: int, folder: str, case: Case, row: dict[str, Any]) -> tuple[str, i
 
     def backward(engine: Any, loss: Tensor) -> None:
         engine.backward(loss)
-        early.append(len(engine._runtime.stepper._early.begun) if engine._runtime.stepper._early is not None else 0)
+        step = engine._runtime.step._backward.early
+        early.append(len(step.begun) if step is not None else 0)
 
     result = train(case, settings(folder, **row), rank=rank, backward=backward)
     return result.digest, sum(early)
@@ -111,7 +112,7 @@ def test_a_step_that_waits_for_the_norm_reads_its_first_states_during_backward(t
         engine.store.settle()
         reads.clear()
         engine.backward(loss)
-        asked.append([engine._runtime.stepper._parts.hidden.index(group) for group in reads])
+        asked.append([engine._runtime.step._parts.hidden.index(group) for group in reads])
         states = [Key(Kind.STATES, group.index) for group in reads]
         assert all(map(engine.store.in_memory, states))
 
@@ -130,7 +131,7 @@ def test_a_second_backward_after_its_step_has_begun_takes_the_step_anew(tmp_path
 
     def backward(engine: Any, loss: Tensor) -> None:
         engine.backward(loss)
-        begun.append(engine._runtime.stepper._early is not None)
+        begun.append(engine._runtime.step._backward.early is not None)
 
     expected = train(SplitBackward(), settings(tmp_path, **row, overlap=False))
     assert train(SplitBackward(), settings(tmp_path, **row), backward=backward).digest == expected.digest
@@ -257,10 +258,10 @@ def between(folder: Path, act: Any, *, overlap: bool) -> tuple[list[Tensor], Any
         step(engine, 0)
         engine.save_checkpoint(folder / "out")
         engine.backward(engine(**token_batch(0, 1, positions=8)))
-        early = engine._runtime.stepper._early is not None and len(engine._runtime.stepper._early.begun) > 2
+        early = engine._runtime.step._backward.early is not None and len(engine._runtime.step._backward.early.begun) > 2
         if early:
             # All that could be seen too early is on the drive.
-            engine._runtime.stepper.finish()
+            engine._runtime.step.synchronize()
             engine.store.settle()
         seen = act(engine, case, folder)
         engine.store.check()
@@ -291,7 +292,7 @@ def test_a_backward_that_fails_before_its_step_has_begun_loses_nothing(tmp_path)
     case = Broken()
     with early_engine(case, tmp_path / "swap") as engine:
         set_rate(engine, 1.0)
-        with pytest.raises(KeyError), patch.object(engine._runtime.stepper, "on_accumulated", side_effect=KeyError):
+        with pytest.raises(KeyError), patch.object(engine._runtime.step, "landed", side_effect=KeyError):
             step(engine, 0)
         engine.zero_grad()
         set_rate(engine, 0.0)
@@ -525,7 +526,7 @@ def test_a_step_that_lags_behind_backward_takes_first_what_the_next_forward_need
     def backward(engine: Any, loss: Tensor) -> None:
         rank.update({index: at for at, index in enumerate(engine.plan.step_order)})
         engine.backward(loss)
-        begun.extend(engine._runtime.stepper._early.begun)
+        begun.extend(engine._runtime.step._backward.early.begun)
         backward_over.set()
 
     rank: dict[int, int] = {}

@@ -48,12 +48,14 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> Norms:
 
     layouts = [
         SimpleNamespace(
-            index=index, trainable=True, partition_start=lambda parts, own: 0, overlaps=overlaps(index)
+            index=index, trainable=True, slots=(), partition_start=lambda parts, own: 0, overlaps=overlaps(index)
         )
         for index in range(len(UNITS))
     ]
     placement = SimpleNamespace(units=[SimpleNamespace(parts=1) for _ in UNITS])
-    return Norms(SimpleNamespace(layouts=layouts, placement=placement), Store(), index=0)  # type: ignore[arg-type]
+    plan = SimpleNamespace(layouts=layouts, placement=placement, pipeline=None, told_elsewhere=frozenset())
+    groups = SimpleNamespace(data=SimpleNamespace(index=0))
+    return Norms(plan, Store(), groups)  # type: ignore[arg-type]
 
 
 def test_a_norm_over_mixed_homes_is_taken_home_by_home(mixed):

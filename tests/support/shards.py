@@ -14,9 +14,9 @@ from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.groups import detect
 from infinity.engine.build_runtime import build_runtime
 from infinity.engine.engine import Engine
+from infinity.engine.initialize import optimizer_of
 from infinity.engine.model_init import groups_of
 from infinity.engine.runtime import Runtime
-from infinity.engine.step import Boundary
 from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device
 from infinity.optim.factory import adam_from_params
@@ -55,9 +55,9 @@ def shard_of(whole: Tensor, shard: Shard | None, index: int) -> Tensor:
 
 def engine_of(runtime: Runtime) -> Engine:
     """Return an engine of a runtime that nothing else closes."""
-    boundary, chosen = Boundary(runtime), adam_from_params(ADAM, decoupled=True)
+    chosen = adam_from_params(ADAM, decoupled=True)
     trained = [param for param in runtime.module.parameters() if param.requires_grad]
-    return Engine(runtime, boundary, boundary.optimizer([{"params": trained}], chosen, None), None, None)
+    return Engine(runtime, optimizer_of(runtime, [{"params": trained}], chosen, None))
 
 
 @contextmanager
