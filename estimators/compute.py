@@ -119,6 +119,7 @@ def _attention_width(values: Mapping[str, Any]) -> int:
         return int(layers * heads * wide // 2)
     return int(layers * heads * (values.get("head_dim") or hidden // heads))
 
+
 _WORDS = {"lm_head": "colwise_gather_output", "model.embed_tokens": "embedding_rowwise"}
 _HEADS_CUT = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
     "model.layers.*.self_attn.o_proj": "rowwise"

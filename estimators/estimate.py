@@ -104,6 +104,7 @@ def _accelerator_nbytes() -> int | None:
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
+
 # Tokens of a sequence by default, if the model takes so many.
 SEQUENCE = 4096
 RANKS_PER_NODE = 8

@@ -264,6 +264,7 @@ def _with_adapters(node: ModuleNode, path: str, own: dict[str, ParamSpec], rank:
     }  # fmt: skip
     return ModuleNode(path, "Linear", children=children)
 
+
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PRECISIONS: dict[str, DtypeName] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 

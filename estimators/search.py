@@ -7,17 +7,13 @@ of recomputed layers lie off the device where that is faster by more than a litt
 partitions, or where nothing else fits. Every answer is an `Estimate` that was planned like any other, of a
 configuration that says all of it but the loss in tiles, for which the program makes a call.
 
-The fastest configurations that fit a machine without wearing out its drive.
+`advise` grows the micro-batch as far as it fits and accumulates up to a usual batch size; several ranks are divided
+among the axes first. It keeps the three fastest distinct configurations whose drive lasts long enough.
 
-`search` finds placements for one batch. This module grows the micro-batch as far as it fits and accumulates up to a
-usual batch size; several ranks are divided among the axes first (`estimators.search`). It keeps the three fastest
-distinct configurations whose drive lasts long enough.
-
-Which axes suit a model on many ranks: data, tensor and pipeline, the schedule, and the micro-batches of a step.
-
-Ways to divide the ranks are compared at the same tokens a step. Closed forms of bytes and seconds sort out thousands of
-combinations in a moment; the most promising ones are planned and simulated like any other configuration. A closed form
-that is wrong costs a plan, never an answer.
+The axes of many ranks are data, tensor and pipeline, with the schedule and the micro-batches of a step. Ways to divide
+the ranks are compared at the same tokens a step. Closed forms of bytes and seconds sort out thousands of combinations
+in a moment; the most promising ones are planned and simulated like any other configuration. A closed form that is wrong
+costs a plan, never an answer.
 """
 
 from __future__ import annotations
@@ -637,6 +633,7 @@ def states_nbytes_of(
         found[Tier.GPU] = 0
     return found
 
+
 # Tokens of a step, of all ranks: no fewer than one sequence for each.
 _TOKENS = 1 << 17
 _MICRO_SIZES = (1, 2, 4, 8)
@@ -698,11 +695,7 @@ def fit_axes(wish: Wish) -> list[Choice]:
         if choice.estimate.fits:
             found.append(choice)
             done.add(axes)
-    return sorted(found, key=lambda choice: -_tokens_a_second(choice))
-
-
-def _tokens_a_second(choice: Choice) -> float:
-    return choice.estimate.outline.tokens_a_second * choice.estimate.plan.topology.dp
+    return sorted(found, key=lambda choice: -tokens_a_second(choice))
 
 
 def _others(wish: Wish) -> dict[str, Any]:
@@ -907,6 +900,7 @@ def _schedules(pipeline: int, blocks: int) -> Iterator[tuple[str, int]]:
     yield from [("1f1b", 1), ("zero_bubble", 1)]
     if 2 * pipeline <= blocks:
         yield from [("interleaved", 2), ("zero_bubble", 2)]
+
 
 # A drive must last `DAYS_MIN` days of training for `HOURS_A_DAY` hours each.
 HOURS_A_DAY = 8

@@ -318,7 +318,6 @@ class _Optimizer:
         if not self._plan.policy.overlap:
             yield from jobs
 
-
     def _staged_nbytes(self, group: SubGroup) -> int:
         """Bytes of a sub-group's parameters whose home is the accelerator, while its states are not there."""
         request, units = self._plan.request, self._plan.placement.units
@@ -514,6 +513,7 @@ class _Simulation:
         for unit in [*self._gathered]:
             yield lambda unit=unit: self._gathered[unit]  # type: ignore[misc]
         self._gathered.clear()
+
 
 _UNITS_MAX, _GROUPS_MAX = 96, 128
 

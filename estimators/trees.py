@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from infinity.base.untrusted import shortened
+from infinity.config.section import dotted
 from infinity.errors import ConfigError
 from infinity.plan.spec import ModuleNode, ParamSpec
 
@@ -394,9 +395,9 @@ def _specs(root: Module, dtype: str) -> dict[str, ParamSpec]:
     shapes: dict[str, tuple[int, ...]] = {}
 
     def collect(module: Module, path: str) -> None:
-        shapes.update((_join(path, name), shape) for name, shape in module.params.items())
+        shapes.update((dotted(path, name), shape) for name, shape in module.params.items())
         for name, child in module.children.items():
-            collect(child, _join(path, name))
+            collect(child, dotted(path, name))
 
     collect(root, "")
     specs = {}
@@ -411,13 +412,9 @@ def _grow(module: Module, path: str, specs: Mapping[str, ParamSpec]) -> ModuleNo
     return ModuleNode(
         path=path,
         class_name=module.class_name,
-        params={name: specs[_join(path, name)] for name in module.params},
-        children={name: _grow(child, _join(path, name), specs) for name, child in module.children.items()},
+        params={name: specs[dotted(path, name)] for name in module.params},
+        children={name: _grow(child, dotted(path, name), specs) for name, child in module.children.items()},
     )
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:

@@ -468,6 +468,7 @@ def explained(error: Exception) -> str:
         return f"{place} is missing{more}"
     return f"{place} is {shortened(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}{more}"
 
+
 MANIFEST = "manifest.json"
 LATEST = "latest"
 TEMPORARY = ".part"
@@ -514,6 +515,7 @@ def inside(folder: Path, name: str) -> Path:
             "Copy the files themselves (cp -rL), if you trust where it leads",
         )  # fmt: skip
     return folder / name
+
 
 # Re-exported: a reader of the format imports this module alone.
 __all__ = [

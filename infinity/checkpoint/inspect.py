@@ -174,6 +174,7 @@ def _client(folder: Path, client: FileInfo) -> Iterator[Damage]:
 def _size_of(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
+
 WEIGHT = "weight"
 _BLOCK_NUMEL = 1 << 20
 _OF_MASTERS = (PARAM, REMAINDER, MASTER)

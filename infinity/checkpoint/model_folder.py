@@ -188,9 +188,9 @@ def float_dtype(dtype: str) -> str:
         raise ConfigError(f"dtype {dtype!r} of an export: there are fp32, bf16 and fp16")
     return FLOATS[name]
 
+
 # Every parameter of the module is whole.
 _AS_IS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-
 
 
 def describe_model(module: nn.Module, shapes: Mapping[str, tuple[int, ...]] = _AS_IS) -> Description:

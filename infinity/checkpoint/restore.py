@@ -305,6 +305,7 @@ def _overlaps(plan: Plan, index: int, group: SubGroup) -> Iterator[tuple[Slice, 
         for overlap in layout.overlaps(flat, flat + piece.numel):
             yield piece, at, overlap
 
+
 # Most names of a kind that one message lists.
 _SHOWN_MAX = 20
 

@@ -1,7 +1,7 @@
 """The state of a run besides its tensors: counters, loss scale, scheduler, hyper-parameters, random states, data
 position.
 
-All of it is JSON (see `codec`). State that belongs to a parameter is kept under the parameter's name.
+All of it is JSON. State that belongs to a parameter is kept under the parameter's name.
 
 A program's values as JSON, and back: client state, schedulers, hyper-parameters, random states.
 

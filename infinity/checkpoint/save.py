@@ -1,12 +1,11 @@
 """One rank's files of a save: its share of the partitions, streamed into files of its own, and an index of them.
 
-Bytes go from the tiers' memory straight to the drive, partition by partition, while the next ones are fetched, as a
-source lends them (see `sources`). After a failure none of this rank's files is left.
+Bytes go from the tiers' memory straight to the drive, partition by partition, while the next ones are fetched. After a
+failure none of this rank's files is left.
 
-The sources of a save's bytes: partitions under read leases in the foreground, a snapshot beside the program.
-
-Both lend one partition after the other in an order of their own, and bound how many may still be on their way to the
-drive while the next one is taken.
+A source lends them: partitions under read leases in the foreground, a snapshot beside the program. Both lend one
+partition after the other in an order of their own, and bound how many may still be on their way to the drive while the
+next one is taken.
 """
 
 from __future__ import annotations

@@ -187,6 +187,7 @@ def _drive_rate(queue: Queue, file: File, nbytes: int, buffer: Tensor, pattern: 
         request.wait()
     return count * _REQUEST_NBYTES / (time.perf_counter() - began)
 
+
 _COPY_NBYTES = 256 << 20
 # About the elements of a sub-group that is stepped from NVMe.
 _PIECE_NUMEL, _PIECES = 1 << 21, 16
@@ -397,6 +398,7 @@ def link_rates(device: Device, seconds: float) -> tuple[float, float, float]:
     finally:
         memory.close()
     return up_rate, down_rate, within_rate
+
 
 MEASURED_DTYPES = ("fp32", "bf16", "fp16")
 # Shares of the time limit: drives, a transformer block (in all dtypes), the optimizer (in all dtypes), copies, the

@@ -198,6 +198,7 @@ def _selected(path: str) -> str:
         return ""
     return text.partition("[")[2].partition("]")[0]
 
+
 # File systems that store their bytes on another machine.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
 # With less free space, states on NVMe hardly fit.

@@ -132,6 +132,7 @@ def _places(schema: type[Section], path: str = "") -> list[str]:
 def _either(paths: list[str]) -> str:
     return " or ".join(f"'{path}'" for path in paths)
 
+
 # A string or a comment; one that does not end reaches to the end of the text, so that a search takes linear time.
 _STRING_OR_COMMENT = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|(?://|#)[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 _STRING_OR_LAST_COMMA = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|,(?=\s*[}\]])', re.DOTALL)
@@ -211,6 +212,7 @@ def tolerated(config: Config, foreign: Foreign) -> Config:
         foreign.ignore(f"{path}.device", zero.offload_param.device, why)
         config = replaced(config, path, None)
     return config
+
 
 # Sections that DeepSpeed does not have.
 _OWN_SECTIONS = ("kernels", "memory", "parallel", "timeline")

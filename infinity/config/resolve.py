@@ -111,6 +111,7 @@ def _contradiction(total: int, micro: int, accumulation: int, ranks: _Ranks) -> 
         f"nearest valid choices are {' or '.join(choices)}, or leave one of the three keys out{ranks.hint}"
     )
 
+
 DtypeName = Literal["fp32", "bf16", "fp16"]
 # "gpu", "cpu", "auto" or a tier of drives.
 TierName = str

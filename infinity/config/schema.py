@@ -154,6 +154,7 @@ class TensorParallelSection(Section):
     ] = False
     """Replace layers by kernels of inference."""
 
+
 _ASYNCHRONOUS = NoEffect("requests are always submitted in batches, and no thread waits for a single one")
 
 

@@ -194,6 +194,7 @@ def dotted(path: str, name: str) -> str:
     """Return the dotted path of key `name` inside the section at `path`."""
     return f"{path}.{name}" if path else name
 
+
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 
 

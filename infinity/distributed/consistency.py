@@ -159,6 +159,7 @@ def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None
         f"{advice_for(watchdog.channels)}"
     )
 
+
 # What a rank tells the others of its part: the error in words or None, and the value (JSON).
 Outcome = list[Any]
 
@@ -209,6 +210,7 @@ def _run(job: Callable[[], Any], path: object) -> Any:
             raise
         # One type on all ranks: a program that catches it goes on with all of them.
         raise CheckpointError(path, f"the system refused ({caught})", "Mend that, or name another folder") from caught
+
 
 # Bytes of a tensor that are compared.
 _COMPARED_NBYTES = 1 << 20

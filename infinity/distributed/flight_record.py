@@ -327,6 +327,7 @@ class CollectiveLog:
         """Return the latest collectives of each channel that a position carries: (number, name)."""
         return tuple(tuple(names.copy())[-NAMES_MAX:] for names in self._names)
 
+
 # Between two reports of a rank. A rank that waits for longer is shown with all that is known of it.
 BEAT_SECONDS = 0.5
 

@@ -1,8 +1,8 @@
 """The watchdog: ranks that do not meet raise instead of waiting for ever, and say which rank waits for what.
 
 Ranks that submit different collectives wait for each other without an end ([Note: tags] in `axis_group`). So each rank
-numbers and names what it submits (`collective_log`). A thread publishes that twice a second in the job's store, on a
-connection of its own (`position_report`). While the rank waits for longer than a moment, the same thread reads the
+numbers and names what it submits (`flight_record`). A thread publishes that twice a second in the job's store, on a
+connection of its own. While the rank waits for longer than a moment, the same thread reads the
 other ranks' positions and judges them (`judge`). Four things end the wait, the same way on every rank:
 
     parted    the collective waited for is another one on another rank, or ranks wait for each other in a circle
@@ -10,16 +10,12 @@ other ranks' positions and judges them (`judge`). Four things end the wait, the 
     dead      a rank that is waited for gives no sign of life
     late      `watchdog_seconds` are over: a rank that only computes, or sleeps, is given that long
 
-The first verdict is written to the store and holds for every rank; `job_end` acts on it. The training thread itself
+The first verdict is written to the store and holds for every rank; `JobEnd` acts on it. The training thread itself
 only counts: it sends nothing and synchronises no device. At world size 1 there is no watchdog.
 
-Judging all ranks' positions: whether the job can go on, and if not, why. No store, no clock, no process group.
-
-What a rank does once the job cannot go on: free its training thread, interrupt it, and in the end leave.
-
-The end of a process that has engines open: the other ranks are told before it goes.
-
-Breaking a process group, so that every wait in it raises, here and on the ranks that are connected.
+Judging asks no store, no clock and no process group. Once the job cannot go on, a rank frees its training thread,
+interrupts it, and in the end leaves; where a process ends that has engines open, the other ranks are told before it
+goes. Breaking a process group makes every wait in it raise, here and on the ranks that are connected.
 """
 
 from __future__ import annotations
@@ -195,6 +191,7 @@ class Judge:
             )
         return Judgement(verdict, tuple(late) if near else (), reminder)
 
+
 # A tag that no collective uses.
 _TAG = 0x1F1F
 
@@ -220,6 +217,7 @@ def _sever_gloo(group: Any) -> None:
                 # Any other error means that the connection to this peer is closed already.
                 if "Timed out" in str(error):
                     return
+
 
 # From the interrupt until a process that even then does not come to Python is ended.
 _EXIT_SECONDS = 20.0
@@ -325,6 +323,7 @@ class JobEnd:
     def release(self) -> None:
         """Forget the groups, whose threads and connections would stay with this object."""
         self._groups = []
+
 
 # Ranks above this number report less often.
 _BEAT_RANKS = 64

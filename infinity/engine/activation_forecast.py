@@ -554,6 +554,7 @@ def spooled_nbytes(model: nn.Module) -> int:
     spool = spool_of(list(model.parameters()))
     return 0 if spool is None else spool.released_nbytes
 
+
 # Positional and keyword arguments of a model.
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 Shapes = tuple[tuple[int, ...], ...]

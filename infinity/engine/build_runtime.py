@@ -1,6 +1,5 @@
-"""Allocating what a plan says and moving a model into it: store -> units -> values -> gradients -> hooks -> stepper.
-
-Parts of a runtime that follow from the configuration: recomputation, the stepper and its threads, the observer.
+"""Allocating what a plan says and moving a model into it: store -> units -> values -> step -> gradients ->
+hooks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the engine's checkpoint verbs do: collective from end to end, and alike on every rank.
 
-A save settles what is saved and under which tag on all ranks, and then runs (see `saving`), in the foreground or on a
-thread beside the program. A load looks at everything before it overwrites a value (see `loading`).
+A save settles what is saved and under which tag on all ranks, and then runs, in the foreground or on a thread beside
+the program. A load looks at everything before it overwrites a value.
 
 One save: from what was captured to a published checkpoint.
 

@@ -136,6 +136,7 @@ class Handover:
         values.view(-1)[slot.start : slot.start + slot.numel].copy_(param.detach().reshape(-1))
         return values
 
+
 # What a process needs beside the weights while they are copied out.
 _MARGIN = 0.1
 

@@ -1,8 +1,7 @@
 """The optimizer object that a training loop holds: live parameter groups; the states are in the tiers.
 
-`optimizer.state` of an engine: a parameter's states from their tiers, whole, as torch's optimizers show them.
-
-What is written there, in place too, goes to the tiers at once. Reading a value is collective, like `infinity.state`;
+`optimizer.state` shows a parameter's states from their tiers, whole, as torch's optimizers show them. What is written
+there, in place too, goes to the tiers at once. Reading a value is collective, like `infinity.state`;
 every rank must write the same.
 """
 

@@ -41,6 +41,7 @@ def is_refusal(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
 
+
 _OWNERS = 5
 
 

@@ -168,6 +168,7 @@ class Buffers:
         with self._ledger.taking(spec.home, kinds, str(spec.key)):
             return self._memory[spec.home].allocate(spec.nbytes)
 
+
 # The C class, which `threading` gives only a function for.
 _RLock: Any = type(threading.RLock())
 

@@ -186,6 +186,7 @@ class _HostArena(Arena):
         self._host.release(self.buffer)
         super().close()
 
+
 # Bytes moved to or from a drive at a time, and how many such parts are in flight.
 _PART_NBYTES = 8 << 20
 _OFFLOADED_PARTS_MAX = 4
@@ -370,6 +371,7 @@ class Offloaded:
     def _unbook(self, refuge: Refuge, kinds: dict[Kind, int]) -> None:
         for kind, nbytes in kinds.items():
             self._ledger.add(refuge.tier, kind, -nbytes)
+
 
 # Swap files grow by whole files of so many bytes, or of a share of what is free where that is less.
 _FILE_NBYTES, _FREE_SHARE = 1 << 30, 4

@@ -189,6 +189,7 @@ class MemoryReport:
                 lines.append(f"{names[tier]:<5} {len(rest)} more units: {mb(sum(nbytes for _, nbytes in rest))}")
         return lines
 
+
 # Bytes that no unit owns: the free part of arenas, buffers that units use in turn.
 SHARED = "(shared)"
 
@@ -308,6 +309,7 @@ def baseline_nbytes(model: nn.Module) -> int:
     }
     resident, mapped = resident_nbytes()
     return max(resident - mapped - sum(storages.values()), 0)
+
 
 # The advice after a phase that ended for lack of memory.
 _AFTER = {

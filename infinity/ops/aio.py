@@ -200,6 +200,7 @@ class NativeEngine:
         self._files.clear()
         return bool(self._calls.close(self._pointer, timeout_s))
 
+
 __all__ = ["BACKENDS", "File", "Queue", "Request"]
 
 # The order in which "auto" tries them.

@@ -187,7 +187,6 @@ def _lerp(weight: float) -> float:
     return rounded if rounded < 0.5 else -(1.0 - rounded)
 
 
-
 @dataclass(slots=True)
 class Piece:
     """Contiguous tensors of one device and number of elements (0 is allowed) that are stepped in place.
@@ -203,6 +202,7 @@ class Piece:
     remainder: Tensor | None = None  # [numel] int16
     master: Tensor | None = None  # [numel] fp32
     hyper: Hyper = field(kw_only=True)
+
 
 # The codes of csrc/adam/types.h and csrc/kernels.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

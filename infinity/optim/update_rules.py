@@ -119,6 +119,7 @@ class StepContext:
             joined = True
         return segments
 
+
 # The files of torch, whose wrappers of a step change nothing of it.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 

@@ -219,6 +219,7 @@ class TiedUse(_SameParameters):
         module, function = self._used
         return module(inputs) if function is None else function(module, inputs)
 
+
 _Loss = Callable[[Any, Any], Any]
 
 

@@ -103,7 +103,6 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
             accelerator.set_rng_state(former_there, device)
 
 
-
 @dataclass(frozen=True, slots=True)
 class LayerSeeds:
     """Seeds of the layers of one model.

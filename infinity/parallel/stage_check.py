@@ -434,6 +434,7 @@ def _loss_of(output: Any) -> list[Tensor]:
     tensors = [each for each in tree_leaves(output if loss is None else loss) if isinstance(each, Tensor)]
     return [each for each in tensors if each.requires_grad][:1]
 
+
 # Tokens of the sequence with which a cut is proven.
 _TOKENS = 8
 

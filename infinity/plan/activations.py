@@ -93,6 +93,7 @@ class OffloadedCheckpoints:
         """Bytes that the device is spared: of all but the one that backward works on."""
         return max(self.count - 1, 0) * self.each_nbytes
 
+
 # Sends of a link that an executor keeps before it waits for the oldest, where the schedule needs no more.
 _SENDS_WAITING_MIN = 2
 

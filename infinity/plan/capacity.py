@@ -158,6 +158,7 @@ def _excess(where: str, kinds: Mapping[Kind, int], limit: int | None) -> Iterato
     plans, free = shown if shown[0] != shown[1] else (f"{planned:,} bytes", f"{limit:,} bytes")
     yield f"plans {plans} on {where} but {free} are free: {detail}."
 
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -127,6 +127,7 @@ def lowered_in_words(asked: PlanRequest, plan: Plan) -> str:
         parts.append(f"sub-groups of {sizes[0]:,} elements instead of {sizes[1]:,}")
     return ", ".join(parts)
 
+
 # Memory of no file that the first steps of any model add to a process: 10 to 40 MB were measured. `OVERHEAD_NBYTES`
 # counts pages of libraries, too, which the system drops at need.
 ANONYMOUS_OVERHEAD_NBYTES = 48 << 20
@@ -182,6 +183,7 @@ class Reserve:
             "for gaps in the device's allocator": self.gaps_nbytes,
         }
         return ", ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
+
 
 # A bound that nothing meets.
 UNBOUNDED = 2**63 - 1

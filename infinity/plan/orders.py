@@ -64,6 +64,7 @@ class EvictionOrder(Generic[Item]):
         """The items of one rank in the order in which they go."""
         return iter(self._queues[rank])
 
+
 With = TypeVar("With")
 
 

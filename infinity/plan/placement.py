@@ -159,6 +159,7 @@ def _place_unit(
     grad = Tier.GPU if all(tier.on_device for tier in states) else Tier.CPU
     return UnitPlacement(parts=parts, param=param, grad=grad, whole=whole, aliased=whole and param.on_device)
 
+
 # Values beside the border between what a tier takes and what it leaves, for which every choice is looked at.
 CORE_COUNT = 14
 
@@ -246,6 +247,7 @@ def _best(nbytes: Sequence[int], traffic: Sequence[int], room: int) -> set[int]:
 
     visit(0, room, 0, ())
     return set(best[1])
+
 
 _ROUNDS_MAX = 16
 _RETURNS_MAX = 4

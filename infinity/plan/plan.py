@@ -115,6 +115,7 @@ def make_policy(
         step_in_backward=early and any(undoable(group, placement) for group in groups),
     )
 
+
 # The smallest sub-group that a budget cuts such states into.
 SPLIT_NUMEL_MIN = 1 << 16
 # Where a share is divided off, it is exact to one in so many.

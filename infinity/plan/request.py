@@ -60,6 +60,7 @@ class PlanRequest:
     # Whether a step may begin in backward, where all that it changes is on NVMe.
     steps_early: bool = False
 
+
 # For states of optimizers that this module does not know.
 _NAMELESS = (Kind.STATE_1, Kind.STATE_2, Kind.STATE_3, Kind.STATE_4)
 

@@ -52,6 +52,7 @@ def cut_rows(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[int, int]
     for row in range(0, rows, each):
         yield row * width, min(each, rows - row) * width
 
+
 _DTYPE_NAMES = {theirs: name for name, theirs in TORCH_NAMES.items()}
 # Class names of modules whose forward chooses parameters by the data.
 _DATA_DEPENDENT = re.compile(r"(moe|mixtureofexperts|experts?)(block|layer|mlp|mixer)?$", re.IGNORECASE)

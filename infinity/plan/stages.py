@@ -378,6 +378,7 @@ def step_uses(spec: ModelSpec) -> tuple[UnitAccess, ...]:
     backward = [UnitAccess(unit, position not in spec.lookups) for position, unit in enumerate(spec.uses)]
     return (*forward, *reversed(backward))
 
+
 METHODS = ("parameters", "uniform", "type:REGEX")
 _TYPE = "type:"
 

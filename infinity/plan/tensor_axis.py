@@ -28,6 +28,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
+from infinity.config.section import dotted
 from infinity.errors import ConfigError
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.spec import ModuleNode, ParamSpec, repeated_blocks
@@ -93,6 +94,7 @@ class TensorAxis:
         shard, replica = self.params[spec.name]
         shape = spec.shape if shard is None else shard.local_shape(spec.shape)
         return replace(spec, shape=shape, shard=shard, replica=replica)
+
 
 _ROLES = {
     "colwise": Role.COLWISE, "colwise_gather_output": Role.COLWISE_GATHER, "packed_colwise": Role.COLWISE,
@@ -262,7 +264,7 @@ def _match(root: ModuleNode, styles: Mapping[str, str], given: Collection[str]) 
     """
     ordered = sorted(styles, key=lambda pattern: pattern.count("*"))
     matchers = [(re.compile(_regex(pattern)), pattern) for pattern in ordered]
-    names = [path for node in root.walk() for path in (node.path, *(_join(node.path, name) for name in node.params))]
+    names = [path for node in root.walk() for path in (node.path, *(dotted(node.path, name) for name in node.params))]
     found: dict[str, str] = {}
     used = set()
     for name in names:
@@ -306,7 +308,7 @@ def _plan_module(draft: _Draft, node: ModuleNode, found: Mapping[str, str]) -> N
         _plan_experts(draft, node, found)
         return
     for name in node.params:
-        if (path := _join(node.path, name)) in found and found[path] != _SUMMED:
+        if (path := dotted(node.path, name)) in found and found[path] != _SUMMED:
             raise ConfigError(
                 f"{path}: {found[path]!r} cuts a parameter of {node.class_name}, whose forward would use the part as "
                 "the whole; only experts ('moe_tp_experts' on their module) have styles by parameter. Give the style "
@@ -369,7 +371,7 @@ def _plan_experts(draft: _Draft, node: ModuleNode, found: Mapping[str, str]) -> 
             "expert, or 'replicate' to all, in parallel.plan"
         )
     for name, spec in node.params.items():
-        path = _join(node.path, name)
+        path = dotted(node.path, name)
         style = found.get(path)
         if len(spec.shape) != 3 or style not in ("colwise", "packed_colwise", "rowwise"):
             raise ConfigError(
@@ -497,7 +499,7 @@ def _check_styled(draft: _Draft, cut: _Cut) -> None:
     """
     for node in cut.node.walk() if cut.divided else ():
         for name, spec in node.params.items():
-            path = _join(node.path, name)
+            path = dotted(node.path, name)
             said = any(_within(path, whole) for whole in draft.whole)
             if spec.name not in draft.params and not said:
                 named = path if node.children else node.path
@@ -582,12 +584,9 @@ def _longest_sequence(draft: _Draft) -> list[ModuleNode]:
     return cut[0] if cut else []
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _within(path: str, ancestor: str) -> bool:
     return path == ancestor or path.startswith(ancestor + ".")
+
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -625,7 +624,7 @@ def written_styles(root: ModuleNode, given: Mapping[str, str] | None, prefix: ob
     """
     if not given or not isinstance(prefix, str) or not prefix:
         return dict(given or {})
-    names = [name for node in root.walk() for name in (node.path, *(_join(node.path, param) for param in node.params))]
+    names = [name for node in root.walk() for name in (node.path, *(dotted(node.path, param) for param in node.params))]
 
     def matches(pattern: str) -> bool:
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
@@ -654,7 +653,7 @@ def heads_of(model: Any) -> dict[str, int]:
 
 
 def _own_styles(model: Any) -> dict[str, str]:
-    return {_join(path, pattern): style for path, plan in _plans(model, "") for pattern, style in plan.items()}
+    return {dotted(path, pattern): style for path, plan in _plans(model, "") for pattern, style in plan.items()}
 
 
 def _plans(module: Any, path: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -666,7 +665,7 @@ def _plans(module: Any, path: str) -> Iterator[tuple[str, dict[str, str]]]:
         yield path, dict(plan)
         return
     for name, child in module.named_children():
-        yield from _plans(child, _join(path, name))
+        yield from _plans(child, dotted(path, name))
 
 
 def _check_regions(model: Any, axis: TensorAxis) -> None:

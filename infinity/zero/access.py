@@ -314,6 +314,7 @@ def take_own(flat: Tensor, slot: Slot, index: int, start: int, target: Tensor) -
     else:
         gather_shard(flat, 0, slot.whole_shape, shard.dim, shard.ranges(index), slot.start + start, target)
 
+
 # Names in a parameter's attributes of what keeps or trains it.
 _OURS = {"_infinity_keeper", "_infinity_owner"}
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]

@@ -252,6 +252,7 @@ class ModuleCalls:
             if needed.isdisjoint(units):
                 self._stop_waiting(number)
 
+
 # Lanes of a recording.
 FORWARD, BACKWARD = "modules, forward", "modules, backward"
 

@@ -105,6 +105,7 @@ def gather_range(
                 found[first - start : last - start].copy_(row[first - base : last - base])
     return found
 
+
 # Bytes of values in memory at once, besides the parameter being worked on.
 WINDOW_NBYTES = 256 << 20
 # A parameter of at most this many bytes leaves the window last, and may be used at any time: biases and norms, which

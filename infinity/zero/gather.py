@@ -261,6 +261,7 @@ class GatheredMemory:
         """Count a unit as released. Returns whether it retains its bytes."""
         return unit.layout.index in self._held and self._held.release(unit.layout.index, retain=retain)
 
+
 # Bytes read to measure a drive: enough for its rate, too few to delay the step.
 _PROBE_NBYTES = 64 << 20
 

@@ -3,15 +3,10 @@
 A unit's gradients are collected when the last module call that used it has run backward, are summed over ranks into
 this rank's GRAD partition, and accumulate there until the step. Where one rank has no gradient and another has, it
 counts as zero. At stages 0 and 1, or where one sum a step is asked for, gradients accumulate whole on the device and
-are reduced at the boundary.
+are reduced before the step.
 
-This rank's GRAD partitions: gradients are put there as they arrive, and read there by the optimizer.
-
-Whole gradients on the device, where they accumulate until the step: see `placement.sums_at_boundary`.
-
-Gradients that autograd leaves on parameters which are not trained.
-
-Finds where a gradient that is not finite appeared first. Runs for skipped steps only, so it may read everything.
+Each arrival is told to the step (`OptimizerStep.landed`), which may begin with it. Gradients that autograd leaves on
+parameters which are not trained are dropped, or refused.
 """
 
 from __future__ import annotations
@@ -264,7 +259,7 @@ class Gradients:
 
     @property
     def whole(self) -> bool:
-        """Whether this rank has its own gradients, before any sum over ranks, until the boundary and beyond."""
+        """Whether this rank has its own gradients, before any sum over ranks, until the step and beyond."""
         return self._whole is not None
 
     @property
@@ -320,7 +315,7 @@ class Gradients:
         self._reducer.abandon()
         self._orders.current.abandon_backward()
 
-    # At the boundary.
+    # Before the step.
 
     def settle(self) -> tuple[dict[int, list[bool]], frozenset[str]]:
         """Complete the partitions for the step. Collective. Returns which parameters have a gradient on some rank: of
@@ -417,7 +412,7 @@ class Gradients:
         self.arrived[unit] = [old or other is param for old, other in zip(self.arrived[unit], unit.params, strict=True)]
         self._begun.add(unit)
         if self._whole is not None:
-            # Summed over ranks at the boundary: each puts its slice, or one of them everything.
+            # Summed over ranks before the step: each puts its slice, or one of them everything.
             buffer = self._whole[unit].zero_()
             if unit.placed.parts > 1 or self._groups.data.index == 0:
                 buffer[unit.rank_in_parts * own.numel() :][: own.numel()].copy_(own)
@@ -540,7 +535,7 @@ class Gradients:
         self._end_copies()
 
     def _reduce_whole(self, unit: Unit, buffer: Tensor) -> None:
-        """At the boundary: sum over ranks what is whole; keep this rank's slice, or everything at stage 0."""
+        """Before the step: sum over ranks what is whole; keep this rank's slice, or everything at stage 0."""
         if not unit.layout.numel:
             return
         if unit not in self._begun:

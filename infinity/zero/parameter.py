@@ -355,6 +355,7 @@ def is_elsewhere(param: nn.Parameter) -> bool:
     """Return whether ranks of other stages have a parameter, and this one has not."""
     return is_kept(param) and isinstance(owner_of(param), OtherStage)
 
+
 Kinds = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 
 

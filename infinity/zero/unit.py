@@ -178,6 +178,7 @@ class PartitionCopy:
         self.leasing = False
         self._lease.close()
 
+
 # Words (8 bytes) in a row of what `fingerprint` adds up.
 _ROW = 1024
 
@@ -370,7 +371,7 @@ class Unit:
             self._hidden = False
 
     def begin_use(self) -> None:
-        """A module begins to use the whole values. See [Note: changes in place] in `value_versions`."""
+        """A module begins to use the whole values. See [Note: changes in place]."""
         self.versions.begin_use(visible=self.visible)
 
     def end_use(self) -> StateError | None:

@@ -234,6 +234,7 @@ def _number(file: TorchFile, value: Any, what: str) -> float:
         raise file.error(f"{what} is {shortened(value)}")
     return float(number)
 
+
 _LATEST_UNIVERSAL = "latest_universal"
 # In the place of an optimizer's name, where there are weights alone: ZeRO was off, or its files were not copied.
 _NO_STATES = "no optimizer (it has no file zero_pp_rank_*_optim_states.pt)"

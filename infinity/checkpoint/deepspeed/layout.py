@@ -406,6 +406,7 @@ def _described(value: Any) -> str:
         return f"a tensor of the shape {list(value.shape)}"
     return "missing" if value is None else f"a {type(value).__name__}"
 
+
 FOLDER = "zero"
 _GLOBAL = "optimizer_state.pt"
 _MASTERS, _STEP = "fp32", "step"

@@ -1,6 +1,6 @@
 """A file of `torch.save`, read without torch's unpickler: its value, and any range of its tensors' elements.
 
-The file is a zip archive of uncompressed records: `data.pkl`, which `pickles` reads, and one record for each storage.
+The file is a zip archive of uncompressed records: `data.pkl`, and one record for each storage.
 A tensor is its place in the file; its elements are read when they are asked for, straight into the caller's memory. The
 archive has a CRC-32 of each record: that of the pickle is compared at once, those of storages by `verify`.
 
@@ -388,6 +388,7 @@ def _of(kind: type[Any] | UnionType, value: Any) -> Any:
         wanted = getattr(kind, "__name__", kind)
         raise ValueError(f"its instructions do not fit together (a {type(value).__name__} for a {wanted})")
     return value
+
 
 _BLOCK_NBYTES = 16 << 20
 # A local header of a zip archive: its mark, and the lengths of the name and of the extra field in front of the data.

@@ -91,7 +91,6 @@ class FusedLion(LionOptimizer):
     """The same: which device steps is the configuration's decision, not the class's."""
 
 
-
 class OpBuilder:
     """A builder of DeepSpeed's native code. infinity builds its own when it is first needed, or in `load()`."""
 
