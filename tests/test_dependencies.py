@@ -34,8 +34,8 @@ def test_declared_dependencies_are_enough_for_everything_without_an_extra(tmp_pa
     """Three steps on NVMe, save, load, export and every command, without network, beside distributions that hide."""
     told = check_told(run_bare(tmp_path, "tests/support/bare_run.py", str(tmp_path)))
     assert told["from"] == str(ROOT / "infinity" / "__init__.py")
-    # It bites: transformers and shtab are installed where tests run, and no declared dependencies.
-    assert set(told["refusals"]) == {"infinity.integrations.huggingface", "infinity.cli.completion"}
+    # It bites: transformers is installed where tests run, and no declared dependency.
+    assert set(told["refusals"]) == {"infinity.integrations.huggingface"}
 
 
 @pytest.mark.matrix

@@ -43,7 +43,7 @@ REQUIRED = {
 EXTRAS = {
     "hf": ("transformers", "infinity.integrations.huggingface"),
     "tensorboard": ("tensorboard", "torch.utils.tensorboard"),
-    "wandb": ("wandb", "wandb"), "completion": ("shtab", "shtab"),
+    "wandb": ("wandb", "wandb"),
     "liger": ("liger-kernel", "liger_kernel.transformers"),
 }  # fmt: skip
 # The modules behind `infinity.initialize`, the checkpoint commands and the estimator.

@@ -7,7 +7,6 @@
     infinity export CHECKPOINT OUT     write a Hugging Face folder from a checkpoint, same as infinity-export
     infinity ckpt inspect|verify|diff  inspect, verify or compare checkpoints, same as infinity-ckpt
     infinity run SCRIPT ...            start a script on this machine's devices, with DeepSpeed's names if asked
-    infinity completion SHELL          print a completion script for bash, zsh or tcsh
 
 Exit codes: 0 success; 1 the doctor found a problem that prevents a run, verify found damage or diff a difference; 2 the
 command failed, with one sentence on standard error; 130 interrupted.
@@ -34,7 +33,6 @@ COMMANDS = {
     "export": ("infinity.cli.export", "write a Hugging Face folder from a checkpoint"),
     "ckpt": ("infinity.cli.ckpt", "inspect, verify or compare checkpoints"),
     "run": ("infinity.cli.run", "start a script on this machine's devices, with DeepSpeed's names if asked"),
-    "completion": ("infinity.cli.completion", "print a shell's completion script"),
     "estimate": ("estimators.cli", "predict a training run's memory on each tier and the time of a step"),
 }
 
@@ -69,7 +67,11 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name == "estimate":
         return int(importlib.import_module(COMMANDS[name][0]).main(words[1:]))
     if name not in COMMANDS:
-        parser, _ = _overview()
+        parser = Parser(prog="infinity", description=__doc__)
+        parser.add_argument("--version", action="version", version=f"infinity {VERSION}")
+        commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+        for command, (_, text) in COMMANDS.items():
+            commands.add_parser(command, help=text)
         # Prints the help, the version or an error, and exits.
         parser.parse_args(words or ["--help"])
         return 2
@@ -88,19 +90,3 @@ def export() -> int:
 def ckpt() -> int:
     """Run the command `infinity-ckpt`."""
     return main(["ckpt", *sys.argv[1:]])
-
-
-def whole_parser() -> Parser:
-    """Return one parser of all commands with their options, for shell completion."""
-    parser, commands = _overview()
-    for name, (module, _) in COMMANDS.items():
-        importlib.import_module(module).add_arguments(commands[name])
-    return parser
-
-
-def _overview() -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of the bare command and the parsers of its subcommands, without their options."""
-    parser = Parser(prog="infinity", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"infinity {VERSION}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    return parser, {name: commands.add_parser(name, help=text) for name, (_, text) in COMMANDS.items()}

@@ -26,7 +26,7 @@ def test_every_command_is_in_the_help(capsys):
     assert all(name in shown for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "completion"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(name, capsys):
     with pytest.raises(SystemExit) as left:
         main([name, "--help"])
@@ -66,32 +66,6 @@ def test_it_tells_its_version(capsys):
         main(["--version"])
     assert left.value.code == 0
     assert capsys.readouterr().out == f"infinity {infinity.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [
-        ("infinity do", {"doctor"}), ("infinity bench --se", {"--seconds"}), ("infinity ckpt v", {"verify"}),
-        ("infinity estimate --dtype b", {"bf16"}),
-    ],
-)  # fmt: skip
-def test_a_shell_completes_commands_and_options(typed, completed, capsys, tmp_path):
-    pytest.importorskip("shtab")
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-    words = typed.split()
-    script = f"source ./script; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _shtab_infinity; "
-    script += "echo ${COMPREPLY[*]}"
-    command = ["bash", "-c", script]
-    reply = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30, check=True)
-    assert {*reply.stdout.split()} == completed
-
-
-def test_completion_without_its_extra_names_it():
-    command = [sys.executable, "-m", "tests.support.bare", str(ROOT / "infinity" / "__main__.py"), "completion", "bash"]
-    reply = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
-    assert reply.returncode == 2
-    assert reply.stderr == "infinity completion: this needs shtab: pip install 'infinity-engine[completion]'\n"
 
 
 def test_explain_says_each_value_and_its_source(tmp_path, capsys):

@@ -21,8 +21,7 @@ import estimators
 import infinity
 from infinity.cli.main import COMMANDS, main
 
-# `completion` needs an extra.
-HELP = [[], *([name] for name in COMMANDS if name != "completion")]
+HELP = [[], *([name] for name in COMMANDS)]
 HELP += [["ckpt", question] for question in ("inspect", "verify", "diff")]
 
 
