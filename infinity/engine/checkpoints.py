@@ -584,24 +584,7 @@ class CheckpointManager:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._background = Background(runtime.store, runtime.groups, runtime.device)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a save beside the program has failed on this rank, and its error was not raised yet."""
-        return self._background.pending
-
-    def check(self) -> None:
-        """Raise the error of a save that has failed beside the program, once. Does not block."""
-        self._background.check()
-
-    def finish(self) -> None:
-        """Block until no save goes on; raise the error that it ended with."""
-        self._background.finish()
-
-    def close(self, *, at_once: bool) -> None:
-        """As `finish`; at_once: give the save up. Its files go, and the checkpoints before it stay."""
-        self._background.close(at_once=at_once)
+        self.background = Background(runtime.store, runtime.groups, runtime.device)
 
     def save(self, run: Run, request: SaveRequest, client_state: ClientState) -> str:
         """Save as `request` says, and return the tag that all ranks use. See `Engine.save_checkpoint`. Collective."""
@@ -610,7 +593,7 @@ class CheckpointManager:
         captured: list[SaveContents] = []
 
         def settle() -> dict[str, str]:
-            self._background.finish()
+            self.background.finish()
             captured.append(self._capture(run, request, client_state))
             return {"tag": request.tag, "directory": str(request.directory.absolute())}
 
@@ -627,12 +610,12 @@ class CheckpointManager:
         def job(together: Together, moved: Callable[[], None]) -> None:
             Save(runtime, agreed, contents, together, moved).run(source)
 
-        self._background.begin(agreed.folder, snapshot, job)
+        self.background.begin(agreed.folder, snapshot, job)
         return agreed.tag
 
     def load(self, run: Run, directory: Path, tag: str | None, options: LoadOptions) -> tuple[str | None, Any]:
         """Load a checkpoint; return (its folder, its client state). See `Engine.load_checkpoint`. Collective."""
-        self._background.finish()
+        self.background.finish()
         return Load(self._runtime, run, options).run(directory, tag)
 
     def resume(self, run: Run, load_dir: str | os.PathLike[str] | None) -> tuple[str | None, Any]:

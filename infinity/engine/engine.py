@@ -149,7 +149,7 @@ class Engine(DeepSpeedNames, nn.Module):
         either scaling (and so not with fp16's loss scale).
         """
         self._check_whole("engine.backward(loss)")
-        runtime, count, optimizer = self._runtime, self.gradient_accumulation_steps(), self._stepped_by("run backward")
+        runtime, count, optimizer = self._runtime, self._accumulation.steps, self._stepped_by("run backward")
         factor = 1.0 / count if scale_wrt_gas else 1.0
         scaled = micro_batches.scaled(loss, factor * self.loss_scale)
         early = runtime.plan.policy.step_in_backward and self._accumulation.at_boundary
@@ -201,7 +201,7 @@ class Engine(DeepSpeedNames, nn.Module):
         Returns the mean of the losses over micro-batches and data ranks (fp32, no gradient), the same on every rank.
         The model must return its loss: as output, as its `loss`, or as its first element.
         """
-        optimizer, count = self._stepped_by("train a batch"), self.gradient_accumulation_steps()
+        optimizer, count = self._stepped_by("train a batch"), self._accumulation.steps
         batches = data_iter if batches is None else batches
         given = self._own_data() if batches is None else batches
         drawn = [BatchArguments.of(batch, self.device) for batch in draw(given, count, "train_batch")]
@@ -238,7 +238,7 @@ class Engine(DeepSpeedNames, nn.Module):
         drawn; otherwise as for `train_batch`, without a default. Returns the mean of the losses as `train_batch` does.
         """
         batches = data_iter if batches is None else batches
-        count = len(batches) if isinstance(batches, (list, tuple)) else self.gradient_accumulation_steps()
+        count = len(batches) if isinstance(batches, (list, tuple)) else self._accumulation.steps
         drawn = [BatchArguments.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
         training = self.training
         self.eval()
@@ -290,10 +290,10 @@ class Engine(DeepSpeedNames, nn.Module):
         runtime.health.mark_whole()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
+        lr = next((group["lr"] for group in optimizer.param_groups if "lr" in group), 0.0)
         runtime.progress.stepped(
-            counters.global_steps, counters.global_samples, losses=losses, lr=next(iter(self.get_lr()), 0.0),
-            norm=verdict.norm, scale=self.loss_scale if runtime.step.scaler is not None else None,
-            skipped=counters.skipped_steps,
+            counters.global_steps, counters.global_samples, losses=losses, lr=lr, norm=verdict.norm,
+            scale=self.loss_scale if runtime.step.scaler is not None else None, skipped=counters.skipped_steps,
         )  # fmt: skip
         return verdict
 
@@ -314,7 +314,7 @@ class Engine(DeepSpeedNames, nn.Module):
         return origin
 
     def _flags(self) -> StepFlags:
-        return StepFlags(preempted=bool(self._preemption.received), save_failed=self._checkpoints.failed)
+        return StepFlags(preempted=bool(self._preemption.received), save_failed=self._checkpoints.background.pending)
 
     def _obey(self, flags: StepFlags) -> None:
         """Raise the error of a failed save, and end the process with status 0 behind a checkpoint when a rank was told
@@ -323,7 +323,7 @@ class Engine(DeepSpeedNames, nn.Module):
         flags = self._flags() if self.world_size == 1 else flags
         if flags.save_failed:
             # The save's thread comes to the same end on every rank, a moment sooner or later.
-            self._checkpoints.finish()
+            self._checkpoints.background.finish()
         if not flags.preempted:
             return
         folder = self.config.config.checkpoint.path
@@ -358,7 +358,7 @@ class Engine(DeepSpeedNames, nn.Module):
     def finish_saving(self) -> None:
         """Block until a checkpoint that is saved behind the program is complete; raise the error that it ended with."""
         self._check("finish saving")
-        self._checkpoints.finish()
+        self._checkpoints.background.finish()
 
     # While the program does something else.
 
@@ -377,7 +377,7 @@ class Engine(DeepSpeedNames, nn.Module):
         while gradients accumulate, TransferError or CapacityError where the drive fails or is full, TierMemoryError
         without CPU memory: what has not moved stays where it was, and the engine goes on.
         """
-        self._checkpoints.finish()
+        self._checkpoints.background.finish()
         with self.groups.telling(), self._runtime.marked("engine.offload_states()"):
             IdleStates(self._runtime).offload(include, device, pin=pin_memory)
 
@@ -707,7 +707,7 @@ class Engine(DeepSpeedNames, nn.Module):
         keeper = WeightKeeper(self._runtime) if keep_weights else None
         if keeper is not None:
             self._check("hand the weights to the module")
-            self._checkpoints.finish()
+            self._checkpoints.background.finish()
             with self.groups.telling():
                 keeper.take()
         try:
@@ -739,7 +739,7 @@ class Engine(DeepSpeedNames, nn.Module):
             stack.callback(runtime.close, at_once=at_once)
             if self._pipeline is not None:
                 stack.callback(self._pipeline.remove)
-            stack.callback(self._checkpoints.close, at_once=at_once)
+            stack.callback(self._checkpoints.background.close, at_once=at_once)
             stack.callback(self._preemption.close)
 
     def __enter__(self) -> Engine:
@@ -794,7 +794,7 @@ class Engine(DeepSpeedNames, nn.Module):
         self._runtime.check(verb, broken_is_fine=broken_is_fine, gradients=gradients, inside=inside)
         if self.world_size == 1:
             # With other ranks, every rank raises it at the end of the same step.
-            self._checkpoints.check()
+            self._checkpoints.background.check()
 
 
 def close_engines_of(model: nn.Module) -> None:

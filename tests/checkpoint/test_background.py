@@ -145,7 +145,7 @@ def test_a_full_drive_is_told_by_the_next_verb_and_training_goes_on(tmp_path, mo
         before = contents(tmp_path, "good")
         full(monkeypatch)
         engine.save_checkpoint(tmp_path, "bad")
-        engine._checkpoints._background._thread.join()
+        engine._checkpoints.background._thread.join()
         with pytest.raises(TransferError, match="No space left"):
             step(engine, 2)
         monkeypatch.undo()
@@ -164,13 +164,13 @@ def test_who_interrupts_a_wait_finds_the_save_under_way(tmp_path, monkeypatch):
         with held_back():
             engine.save_checkpoint(tmp_path, "first")
             with monkeypatch.context() as patched:
-                patched.setattr(engine._checkpoints._background._thread, "join", interrupted)
+                patched.setattr(engine._checkpoints.background._thread, "join", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     engine.finish_saving()
-            assert engine._checkpoints._background.under_way
+            assert engine._checkpoints.background.under_way
             release_soon()
             engine.finish_saving()
-        assert not engine._checkpoints._background.under_way
+        assert not engine._checkpoints.background.under_way
     assert find(tmp_path).name == "first"
 
 
@@ -198,7 +198,7 @@ def fail_on_one_rank(rank: int, world: int, folder: str) -> tuple[str, int]:
         if rank == 1:
             full(patch)
         engine.save_checkpoint(folder, "bad")
-        engine._checkpoints._background._thread.join()
+        engine._checkpoints.background._thread.join()
         with pytest.raises((CheckpointError, TransferError), match="No space left") as caught:
             step(engine, 2, rank)
         raised = caught.type.__name__, engine.global_steps
