@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -384,55 +384,7 @@ class IndexBody(Body):
         return self
 
 
-class Part(Protocol):
-    """What a shard has of a tensor."""
-
-    @property
-    def dim(self) -> int: ...
-
-    @property
-    def ranges(self) -> tuple[Range, ...]: ...
-
-
-class Stretch(Protocol):
-    """A range of a tensor's elements."""
-
-    @property
-    def tensor(self) -> str: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def numel(self) -> int: ...
-
-    @property
-    def shard(self) -> Part | None: ...
-
-
-class Info(Protocol):
-    """A tensor of the model."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def kinds(self) -> tuple[str, ...]: ...
-
-    @property
-    def numel(self) -> int: ...
-
-
-def disagreement(arrays: Iterable[Stretch], tensors: Mapping[str, Info]) -> str:
+def disagreement(arrays: Iterable[Array], tensors: Mapping[str, TensorInfo]) -> str:
     """Return how a rank's arrays contradict the manifest's `tensors`; "" where they agree."""
     numels = {name: info.numel for name, info in tensors.items()}
     for array in arrays:

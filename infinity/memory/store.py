@@ -335,31 +335,39 @@ class TieredStore:
         return partitions
 
     def _bring(self, partition: Partition, fresh: bool, by: Reservation | None, prefix_nbytes: int | None) -> None:
-        """Make sure that a partition has its value, or a fetch under way."""
-        buffer = self._take(partition, by)
+        """Make sure that a partition has its value, or a fetch under way, after waiting for transfers and other
+        parties' leases where its arena is full.
+        """
+        buffer = self._take_now(partition)
+        while buffer is None and partition.absent:
+            arena = arena_name(partition.key)
+            if not self._make_room(arena):
+                if self.access.others_are_stuck(by):
+                    claimed = [other for other in self._eviction.inside(arena) if self.access.claims(other.key)]
+                    raise self._buffers.no_room(partition, claimed)
+                self.access.wait_for_others(by, "room in a pool", partition.key)
+            buffer = self._take_now(partition)
         if partition.state is State.FAILED:
             raise partition.error("use")
         if buffer is None:
+            # Another party has brought it.
             return
         if partition.key in self._offloaded:
-            self._return_offloaded(partition, buffer, fresh=fresh)
+            # Other parties wait while it comes back: the engine was idle.
+            try:
+                if fresh:
+                    buffer.zero_()
+                    self._offloaded.forget(partition.key)
+                else:
+                    self._offloaded.restore(partition.key, buffer)
+            except BaseException:
+                self._buffers.give(partition, buffer)
+                raise
+            partition.materialize(buffer)
         elif partition.state is State.SPILLED and not fresh:
             self._fetch(partition, buffer, by)
         else:
             self._residency.materialize(partition, buffer, prefix_nbytes)
-
-    def _return_offloaded(self, partition: Partition, buffer: Tensor, *, fresh: bool) -> None:
-        """Bring a value back, or begin a new one. Other parties wait: the engine was idle."""
-        try:
-            if fresh:
-                buffer.zero_()
-                self._offloaded.forget(partition.key)
-            else:
-                self._offloaded.restore(partition.key, buffer)
-        except BaseException:
-            self._buffers.give(partition, buffer)
-            raise
-        partition.materialize(buffer)
 
     def _fetch(self, partition: Partition, buffer: Tensor, by: Reservation | None) -> None:
         # The training loop needs its fetches soon; those of a step in the background have time.
@@ -373,23 +381,6 @@ class TieredStore:
                 return buffer
             if not self._drop_one(arena_name(partition.key)):
                 break
-        return None
-
-    def _take(self, partition: Partition, by: Reservation | None) -> Tensor | None:
-        """Return a buffer, after waiting for transfers and other parties' leases where the arena is full; None if the
-        partition has one, or another party has brought it meanwhile.
-        """
-        while partition.absent:
-            buffer = self._take_now(partition)
-            if buffer is not None:
-                return buffer
-            arena = arena_name(partition.key)
-            if not partition.absent or self._make_room(arena):
-                continue
-            if self.access.others_are_stuck(by):
-                claimed = [other for other in self._eviction.inside(arena) if self.access.claims(other.key)]
-                raise self._buffers.no_room(partition, claimed)
-            self.access.wait_for_others(by, "room in a pool", partition.key)
         return None
 
     def _unclaimed(self, arena: str, rank: Rank) -> Iterator[Partition]:
