@@ -49,33 +49,44 @@ class Wide(nn.Module):
         return x.float().square().mean()
 
 
-def recorded(folder: Path, path: Path | None = None, **more: Any) -> tuple[Timeline, Any, float]:
-    """One warm step of `Wide` with everything on NVMe, all that it writes included; the plan of its engine, and the
-    seconds that the step took by the test's own clock.
-    """
+# A timeline, the plan of its engine, and the seconds that the step took by the test's own clock.
+Recorded = tuple[Timeline, Any, float]
+
+
+def recorded(folder: Path, *paths: Path | None, **more: Any) -> list[Recorded]:
+    """Warm steps of `Wide` with everything on NVMe, all that they write included: one for each path."""
     zero = {"sub_group_size": 400_000, "stage3_prefetch_bucket_size": 700_000, "stage3_max_reuse_distance": 0}
     config = settings(folder, **{**NVME, **more}, zero=zero)
-    x = torch.ones(256, 768, dtype=torch.bfloat16)
+    x, found = torch.ones(256, 768, dtype=torch.bfloat16), []
     with infinity.initialize(model=Wide(), config=config)[0] as engine:
         for _ in range(4):
             engine.backward(engine(x))
             engine.step()
-        engine.synchronize()
-        engine.store.settle()
-        with engine.timeline(path) as timeline:
-            began = time.perf_counter()
-            engine.backward(engine(x))
-            engine.step()
-            seconds = time.perf_counter() - began
+        for path in paths:
             engine.synchronize()
             engine.store.settle()
-        engine.store.check()
-        return timeline, engine.plan, seconds
+            with engine.timeline(path) as timeline:
+                began = time.perf_counter()
+                engine.backward(engine(x))
+                engine.step()
+                seconds = time.perf_counter() - began
+                engine.synchronize()
+                engine.store.settle()
+            engine.store.check()
+            found.append((timeline, engine.plan, seconds))
+    return found
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
+    """Recordings of three steps: kept in memory, written as a trace, written as a page."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return recorded(folder, None, folder / "traces" / "step.json", folder / "step.html")
 
 
 @pytest.mark.usefixtures("idle")
-def test_computing_copying_and_waiting_are_the_steps_time(tmp_path):
-    timeline, _, seconds = recorded(tmp_path)
+def test_computing_copying_and_waiting_are_the_steps_time(three):
+    timeline, _, seconds = three[0]
     found = timeline.summary()
     explained = found["compute"] + found["copy"] + found["engine"] + sum(found["waits"].values())
     assert explained + found[OUTSIDE] == pytest.approx(found["seconds"], rel=1e-6), "nothing twice, nothing left out"
@@ -91,11 +102,11 @@ def test_computing_copying_and_waiting_are_the_steps_time(tmp_path):
 
 
 @pytest.mark.usefixtures("idle")
-def test_the_lanes_bytes_are_what_the_plan_moves(tmp_path):
+def test_the_lanes_bytes_are_what_the_plan_moves(three):
     """Each sub-group and each unit's parameters are written once; states are read once, parameters as often as they are
     gathered and stepped, where the arena does not hold them.
     """
-    timeline, plan, _ = recorded(tmp_path)
+    timeline, plan, _ = three[0]
     states = sum(spec.nbytes for spec in plan.partitions if spec.key.kind.value == "states")
     params = sum(spec.nbytes for spec in plan.partitions if spec.key.kind.value == "param")
     writes, reads = timeline.lane("NVMe writes"), timeline.lane("NVMe reads")
@@ -145,7 +156,8 @@ class SlowDrive:
 def test_a_slow_drive_is_what_the_step_waits_for(tmp_path, monkeypatch):
     # So slow that no write beside other tests takes as long.
     SlowDrive(monkeypatch, 0.05)
-    found = (timeline := recorded(tmp_path, overlap=False)[0]).summary()
+    ((timeline, *_),) = recorded(tmp_path, None, overlap=False)
+    found = timeline.summary()
     cause, seconds = next(iter(found["waits"].items()))
     reads = len(timeline.lane("NVMe reads").bars)
     assert cause == "NVMe read" and seconds >= 0.05 * reads >= 0.05 * 16
@@ -153,10 +165,10 @@ def test_a_slow_drive_is_what_the_step_waits_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_chrome_trace_is_one_that_perfetto_opens(tmp_path):
+def test_a_chrome_trace_is_one_that_perfetto_opens(three):
     """The fields and phases of the Trace Event Format; bars of a thread nest or do not touch."""
-    timeline, *_ = recorded(tmp_path / "nvme", tmp_path / "traces" / "step.json")
-    events = json.loads((tmp_path / "traces" / "step.json").read_text())
+    timeline, *_ = three[1]
+    events = json.loads(timeline.path.read_text())
     assert isinstance(events, list) and {event["ph"] for event in events} == {"M", "X", "C"}
     assert {event["pid"] for event in events} == {0}
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -175,13 +187,13 @@ def test_a_chrome_trace_is_one_that_perfetto_opens(tmp_path):
     assert all(isinstance(value, int) for event in counters for value in event["args"].values())
     begun = min(begin for bars in rows.values() for begin, _ in bars)
     assert abs(time.perf_counter() * 1e6 - begun) < 120e6, "one clock for every rank of a node"
-    assert timeline.path == tmp_path / "traces" / "step.json"
+    assert timeline.path.parts[-2:] == ("traces", "step.json")
 
 
 @pytest.mark.usefixtures("idle")
-def test_the_page_stands_alone(tmp_path):
-    timeline, *_ = recorded(tmp_path, tmp_path / "step.html")
-    page = (tmp_path / "step.html").read_text()
+def test_the_page_stands_alone(three):
+    timeline, *_ = three[2]
+    page = timeline.path.read_text()
     assert not re.search(r'(src|href)\s*=|https?://(?!www\.w3\.org/2000/svg")|@import|fetch\(', page)
     data = json.loads(re.search(r"const data = (.*);\n", page)[1].replace("<\\/", "</"))
     assert [lane["name"] for lane in data["lanes"]] == [lane.name for lane in timeline.lanes]
