@@ -23,7 +23,8 @@ import torch
 import infinity
 from docs import make_benchmarks, make_clients, make_devices, make_life, make_outputs
 from examples import finetune_hf, make_small_model, train_lm
-from infinity.cli.main import main, whole_parser
+from infinity.base.command_line import Parser
+from infinity.cli.main import COMMANDS, main
 from infinity.config import load_config
 from infinity.memory.partition import State
 from tests.support import bare, pages
@@ -98,10 +99,10 @@ def understood(line: str) -> None:
         case ["make", target]:
             assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.M), target
         case ["infinity", *options]:
-            whole_parser().parse_args(options)
+            check_command(options)
         case ["infinity-estimate" | "infinity-export" | "infinity-ckpt" as script, *options]:
             assert script in bare.project()["scripts"]
-            whole_parser().parse_args([script.partition("-")[2], *options])
+            check_command([script.partition("-")[2], *options])
         case ["python", script, *options]:
             EXAMPLES[script].parse(options)
         case ["torchrun", *options]:
@@ -109,6 +110,13 @@ def understood(line: str) -> None:
             EXAMPLES[launch.training_script].parse(launch.training_script_args)
         case _:
             raise AssertionError(f"nothing is known of this command: {line}")
+
+
+def check_command(words: list[str]) -> None:
+    """A command of `infinity` and its options are known."""
+    parser = Parser(prog=words[0])
+    importlib.import_module(COMMANDS[words[0]][0]).add_arguments(parser)
+    parser.parse_args(words[1:])
 
 
 def check_install(options: list[str]) -> None:
