@@ -15,8 +15,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,8 @@ class Described:
     module: Any = None
     # Adapters that are trained in the place of the model's own weights.
     lora: Lora | None = None
+    # By the dtype that is trained in: a search asks for them with every plan.
+    _trees: dict[str, ModuleNode] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_adapters(self, lora: Lora | None) -> Described:
         """The same model frozen and with adapters; ConfigError for a module, which the program wraps itself."""
@@ -291,11 +294,16 @@ class Described:
         """The tree of modules and parameters, trained in `compute_dtype`."""
         if self.module is not None:
             return module_tree(self.module, compute_dtype=compute_dtype)
+        if compute_dtype not in self._trees:
+            self._trees[compute_dtype] = self._tree(compute_dtype)
+        return self._trees[compute_dtype]
+
+    def _tree(self, compute_dtype: str) -> ModuleNode:
         assert self.values is not None
         root = model_tree(self.values, compute_dtype=compute_dtype)
         return root if self.lora is None else adapted(root, self.lora, str(self.values["model_type"]), self.hidden_size)
 
-    @property
+    @cached_property
     def adapted_layers(self) -> frozenset[str] | None:
         """The last parts of the names of the layers with adapters; None where all is trained."""
         if self.lora is None or self.values is None:
@@ -357,7 +365,7 @@ def described(source: Any) -> Described:
         path = Path(source)
         known = preset_name(source) if isinstance(source, str) and (_is_id(source) or os.sep not in source) else None
         if known is not None and not os.path.exists(path):
-            return Described(known, values=preset(known))
+            return _of_preset(known)
         if isinstance(source, str) and _is_id(source) and not os.path.exists(path.parent):
             path = _cached(source)
             return Described(source.rpartition("/")[2], values=_read(path))
@@ -369,6 +377,11 @@ def described(source: Any) -> Described:
     raise ConfigError(
         f"a model is sized from a name, a config.json, its values or a module, not from {type(source).__name__}"
     )
+
+
+@cache
+def _of_preset(name: str) -> Described:
+    return Described(name, values=preset(name))
 
 
 def _is_id(text: str) -> bool:

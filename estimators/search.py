@@ -107,13 +107,22 @@ class Choice:
     config: Mapping[str, Any]
     estimate: Estimate
 
+    def under(self, section: _Section) -> Choice:
+        """With this much computed again: the plan is the same."""
+        if not section:
+            return self
+        config = {**self.config, "activation_checkpointing": section}
+        return Choice(config, self.estimate.under(config))
+
     def varied(self, sparing: Sparing) -> Choice:
         """With less of activations: the plan is the same."""
-        config, found = self.config, self.estimate
-        if sparing.section:
-            config = {**config, "activation_checkpointing": sparing.section}
-            found = found.under(config)
-        return Choice(config, found.with_tiles(True, sparing.tiled_mlps) if sparing.tiled_loss else found)
+        return self.under(sparing.section).in_tiles(sparing)
+
+    def in_tiles(self, sparing: Sparing) -> Choice:
+        """With the tiles alone."""
+        if not sparing.tiled_loss:
+            return self
+        return Choice(self.config, self.estimate.with_tiles(True, sparing.tiled_mlps))
 
     @property
     def seconds(self) -> float:
@@ -488,9 +497,14 @@ def _varied(choices: Iterable[Choice], sparings: Sequence[Sparing]) -> Iterator[
     """
     for choice in choices:
         whole: dict[int, int] = {}
+        # A configuration is read once for all of its tiles.
+        under: dict[int, Choice] = {}
         for sparing in sparings:
-            varied = choice.varied(sparing)
-            held, section = _held(varied), id(sparing.section)
+            section = id(sparing.section)
+            if section not in under:
+                under[section] = choice.under(sparing.section)
+            varied = under[section].in_tiles(sparing)
+            held = _held(varied)
             if sparing.tiled_loss and held >= whole.get(section, held + 1):
                 continue
             whole[section] = held

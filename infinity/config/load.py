@@ -522,7 +522,9 @@ def _sentence(problem: dict[str, Any]) -> str:
 def _refusals(config: Config) -> list[str]:
     problems = []
     for leaf in section_leaves(config):
-        reply = None if sections_of(leaf.field) else reply_of(leaf.field)
-        if isinstance(reply, Refused) and not leaf.is_default and leaf.value not in reply.accepted:
+        reply = reply_of(leaf.field)
+        if not isinstance(reply, Refused) or leaf.is_default or sections_of(leaf.field):
+            continue
+        if leaf.value not in reply.accepted:
             problems.append(reply.sentence(leaf.path, leaf.value))
     return problems

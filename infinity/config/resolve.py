@@ -378,7 +378,7 @@ def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
     reasons: dict[str, str] = {}
     settled = config.from_source(replace(provenance, autos=frozenset(still_open)))
     # A rule may read keys that are "auto" themselves; the schema lists those first, so they are resolved by then.
-    for leaf in [leaf for leaf in section_leaves(config) if leaf.path in provenance.autos]:
+    for leaf in [leaf for leaf in section_leaves(config) if leaf.path in provenance.autos] if provenance.autos else ():
         value, reason = _RULES.get(leaf.path, _default)(settled, context, leaf.value)
         settled = replaced(settled, leaf.path, value)
         reasons[leaf.path] = f"auto: {still_open.get(leaf.path, reason)}"

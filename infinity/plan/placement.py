@@ -230,22 +230,25 @@ def choose(nbytes: Sequence[int], traffic: Sequence[int], room: int) -> set[int]
 
 
 def _best(nbytes: Sequence[int], traffic: Sequence[int], room: int) -> set[int]:
-    """The best of all choices, by depth first: take before leave, cut off where what is left cannot win any more."""
+    """The best of all choices, by depth first: take before leave, cut off where what is left cannot win any more. What
+    is like one that was left is left as well: with that one in its place the choice has been seen.
+    """
+    kinds = [*zip(nbytes, traffic, strict=True)]
     rest = [sum(traffic[at:]) for at in range(len(traffic) + 1)]
     best: tuple[int, tuple[int, ...]] = (-1, ())
 
-    def visit(at: int, left: int, worth: int, chosen: tuple[int, ...]) -> None:
+    def visit(at: int, left: int, worth: int, chosen: tuple[int, ...], passed: frozenset[tuple[int, int]]) -> None:
         nonlocal best
         if worth + rest[at] <= best[0]:
             return
         if at == len(nbytes):
             best = worth, chosen
             return
-        if nbytes[at] <= left:
-            visit(at + 1, left - nbytes[at], worth + traffic[at], (*chosen, at))
-        visit(at + 1, left, worth, chosen)
+        if nbytes[at] <= left and kinds[at] not in passed:
+            visit(at + 1, left - nbytes[at], worth + traffic[at], (*chosen, at), passed)
+        visit(at + 1, left, worth, chosen, passed | {kinds[at]})
 
-    visit(0, room, 0, ())
+    visit(0, room, 0, (), frozenset())
     return set(best[1])
 
 

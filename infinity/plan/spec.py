@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,9 +129,11 @@ class ModuleNode:
 
     def walk(self) -> Iterator[ModuleNode]:
         """This node and every one below it, parents first."""
-        yield self
-        for child in self.children.values():
-            yield from child.walk()
+        pending = [self]
+        while pending:
+            node = pending.pop()
+            yield node
+            pending += reversed(node.children.values())
 
     @property
     def is_lookup(self) -> bool:
@@ -308,6 +310,7 @@ def find_units(root: ModuleNode, rules: UnitRules) -> ModelSpec:
     owners: dict[str, ModuleNode] = {}
     blocks: set[str] = set()
     tiled = _tiled(root, rules)
+    below = _params_below(root)
 
     def own(node: ModuleNode, specs: Iterable[ParamSpec]) -> None:
         for spec in specs:
@@ -315,20 +318,20 @@ def find_units(root: ModuleNode, rules: UnitRules) -> ModelSpec:
                 owners.setdefault(spec.name, node)
 
     def numel_of(node: ModuleNode) -> int:
-        return sum(spec.numel for name, spec in node.all_params().items() if name not in tiled)
+        return sum(spec.numel for name, spec in below[id(node)].items() if name not in tiled)
 
     def visit(node: ModuleNode, caller: ModuleNode, repeated: bool) -> None:
-        if not node.all_params():
+        if not below[id(node)]:
             return
         is_leaf = rules.is_leaf(node)
         fits = numel_of(node) <= rules.unit_numel_max and not node.is_container
-        if is_leaf or (fits and (repeated or not _has_blocks(node, rules))):
+        if is_leaf or (fits and (repeated or not _has_blocks(node, rules, below))):
             blocks.update([node.path] if repeated or is_leaf else [])
-            own(node, node.all_params().values())
+            own(node, below[id(node)].values())
             return
         caller = caller if node.is_container else node
         own(caller, node.params.values())
-        classes = [child.class_name for child in node.children.values() if child.all_params()]
+        classes = [child.class_name for child in node.children.values() if below[id(child)]]
         for child in node.children.values():
             visit(child, caller, classes.count(child.class_name) > 1 or child.class_name in rules.block_classes)
 
@@ -336,10 +339,20 @@ def find_units(root: ModuleNode, rules: UnitRules) -> ModelSpec:
     return _assemble(root, owners, blocks, rules)
 
 
-def _has_blocks(node: ModuleNode, rules: UnitRules) -> bool:
+def _params_below(root: ModuleNode) -> dict[int, dict[str, ParamSpec]]:
+    """`all_params` of every node by its `id`."""
+    found: dict[int, dict[str, ParamSpec]] = {}
+    for node in reversed([*root.walk()]):
+        found[id(node)] = {spec.name: spec for spec in node.params.values()}
+        for child in node.children.values():
+            found[id(node)] |= found[id(child)]
+    return found
+
+
+def _has_blocks(node: ModuleNode, rules: UnitRules, below: Mapping[int, Mapping[str, ParamSpec]]) -> bool:
     """Whether a repeated sequence, a named block class or a data-dependent module stands anywhere below `node`."""
     for inner in node.walk():
-        classes = [child.class_name for child in inner.children.values() if child.all_params()]
+        classes = [child.class_name for child in inner.children.values() if below[id(child)]]
         if len(classes) != len(set(classes)):
             return True
         if any(child.class_name in rules.block_classes or rules.is_leaf(child) for child in inner.children.values()):
