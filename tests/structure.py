@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeGuard
+
+from tests.support.syntax import parsed, statements
 
 # Attributes that torch, ctypes and Python itself mean to be assigned from outside.
 _THEIRS = {
@@ -81,15 +84,15 @@ def code_tokens(text: str) -> int:
 
 def attributes(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """(class, attributes that its methods set on `self`)."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.ClassDef):
-            targets = (target for child in ast.walk(node) for target in _targets(child))
+            targets = (target for child in statements(node) for target in _targets(child))
             yield node.name, len({target.attr for target in targets if _is_own(target)})
 
 
 def foreign(tree: ast.Module) -> Iterator[str]:
     """Assignments to an attribute of anything but `self` and `cls`; torch's own and autograd's `ctx` excepted."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         for target in _targets(node):
             if not isinstance(target, ast.Attribute) or target.attr in _THEIRS:
                 continue
@@ -105,13 +108,18 @@ def public(tree: ast.Module) -> set[str]:
 
 def fan_out(tree: ast.Module) -> int:
     """How many of our own modules a module imports."""
-    found = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    found += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    nodes = [*statements(tree)]
+    found = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    found += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     return len({name for name in found if name.split(".")[0] in ("infinity", "estimators")})
 
 
 def old_names(path: str, text: str) -> Iterator[str]:
     """Identifiers of the old vocabulary in a module."""
+    words = {*re.findall(r"\w+", text)} & OLD_NAMES.keys()
+    if not any(path.startswith(OLD_NAMES[word]) for word in words):
+        # A tokenizer takes longer than all else here; comments and strings are all that it leaves out.
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME and path.startswith(OLD_NAMES.get(token.string, "?")):
             yield f"{path}:{token.start[0]}: {token.string}"
@@ -149,7 +157,7 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 def main(root: Path) -> None:
     """Print the numbers, and what makes them."""
     texts = {path: path.read_text() for path in sources(root)}
-    trees = {path: ast.parse(text) for path, text in texts.items()}
+    trees = {path: parsed(path) for path in texts}
     loose = [path.name for path in root.glob("infinity/*.py")]
     print(f"files directly in infinity/: {len(loose)}")
     counts = largest(trees)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support import bare
 from tests.support.bare import EXTRA, check_told
+from tests.support.syntax import parsed, statements
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("infinity", "estimators", "examples", "benchmarks", "tests", "docs")
@@ -63,7 +64,8 @@ def test_a_distribution_that_is_not_declared_is_not_found(tmp_path):
 
 def imports(file: Path) -> Iterator[str]:
     """Top-level names that a file imports, wherever it does, by `importlib.import_module` as well."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    walk = ast.walk if "import_module" in file.read_text() else statements
+    for node in walk(parsed(file) if file.is_relative_to(ROOT / "infinity") else ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.mutants import astray, mutants
 from tests.structure import PAIRS, fan_out, foreign, largest, named_twice, old_names, sources
+from tests.support.syntax import parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 # Only `__init__`, `__main__`, `errors` and `log`.
@@ -16,7 +17,7 @@ ATTRIBUTES_MAX = 15
 FAN_OUT_MAX = 30
 
 TEXTS = {path: path.read_text() for path in sources(ROOT)}
-TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
+TREES = {path: parsed(path) for path in TEXTS}
 
 
 def test_the_package_has_no_loose_modules() -> None:

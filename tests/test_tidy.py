@@ -6,12 +6,15 @@ Each rule is a function from a root folder to violations, and a planted violatio
 from __future__ import annotations
 
 import ast
+import io
 import re
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.syntax import parsed, statements
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("infinity", "estimators")
@@ -34,6 +37,10 @@ _BANNER = re.compile(r"^\s*(#|//)\s*([-=*#~_─]\s*){4,}|([-=*#~─])\3{5,}\s*$"
 _LEFT_OVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
 # An absolute path of two parts, unless it begins with a folder (or a control group) that every machine may have.
 _MACHINE_PATH = re.compile(r"(?<![\w./~:>)}*-])/(?!(?:bin|dev|docker|etc|proc|sys|tmp|usr)/)[A-Za-z]\w*/\w")
+# What comments are that may be code. Most files have none, and are not read any further for them.
+_CODE = r"(?:import |from |return |del |self\.|[\w.]+\(.*\)\s*$|[\w.]+ [-+*/]?= )"
+_COMMENTED = re.compile(rf"#[^\S\n]*{_CODE}", re.M)
+_RELATIVE = re.compile(r"\bfrom[\s\\]*\.")
 
 
 def files(root: Path, folders: tuple[str, ...], suffixes: tuple[str, ...] = (".py",)) -> Iterator[tuple[str, Path]]:
@@ -49,7 +56,7 @@ def files(root: Path, folders: tuple[str, ...], suffixes: tuple[str, ...] = (".p
 def long_functions(root: Path) -> Iterator[str]:
     """Functions that do not fit a screen."""
     for name, file in files(root, PYTHON):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in statements(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 count = (node.end_lineno or node.lineno) - node.lineno + 1
                 if count >= FUNCTION_LINES and f"{name}:{node.name}" not in LONG_FUNCTIONS:
@@ -99,7 +106,7 @@ def prints(root: Path) -> Iterator[str]:
     for name, file in files(root, ("infinity",)):
         if name in PRINTING or file.name in ("__main__.py", "cli.py"):
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)) if "print" in file.read_text() else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 yield f"{name}:{node.lineno}: print"
 
@@ -107,7 +114,7 @@ def prints(root: Path) -> Iterator[str]:
 def undocumented(root: Path) -> Iterator[str]:
     """Modules, and public classes and functions of a module, without a docstring."""
     for name, file in files(root, PACKAGES):
-        tree = ast.parse(file.read_text())
+        tree = parsed(file)
         if not ast.get_docstring(tree):
             yield f"{name}: the module"
         for node in tree.body:
@@ -119,7 +126,8 @@ def undocumented(root: Path) -> Iterator[str]:
 def relative_imports(root: Path) -> Iterator[str]:
     """Imports that depend on where a file lies."""
     for name, file in files(root, PYTHON):
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        for node in statements(ast.parse(text)) if _RELATIVE.search(text) else ():
             if isinstance(node, ast.ImportFrom) and node.level:
                 yield f"{name}:{node.lineno}: relative import"
 
@@ -127,15 +135,14 @@ def relative_imports(root: Path) -> Iterator[str]:
 def dead_code(root: Path) -> Iterator[str]:
     """Commented-out Python: a comment that parses as an assignment, a call, an import or a definition."""
     for name, file in files(root, PYTHON):
-        with tokenize.open(file) as stream:
-            for token in tokenize.generate_tokens(stream.readline):
-                text = token.string.lstrip("#").strip()
-                if token.type == tokenize.COMMENT and _is_code(text):
-                    yield f"{name}:{token.start[0]}: {token.string}"
+        text = file.read_text()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline) if _COMMENTED.search(text) else ():
+            if token.type == tokenize.COMMENT and _is_code(token.string.lstrip("#").strip()):
+                yield f"{name}:{token.start[0]}: {token.string}"
 
 
 def _is_code(text: str) -> bool:
-    if not re.match(r"(import |from |return |del |self\.|[\w.]+\(.*\)$|[\w.]+ [-+*/]?= )", text):
+    if not re.match(_CODE, text):
         return False
     try:
         ast.parse(text)
