@@ -28,7 +28,7 @@ MOVES = (
     ("fetch", "store.prefetch", 0.6, (2, 0), (1, 0)), ("gather", "Unit.start_gather", 1.3, (1, 0), (0, 0)),
     ("release", "GatheredMemory.release", 2.7, None, None), ("fetch", "store.prefetch", 3.4, (2, 0), (1, 0)),
     ("gather", "Unit.start_gather", 4.1, (1, 0), (0, 0)), ("reduce", "Reducer.submit", 5.7, (0, 1), (1, 1)),
-    ("fetch", "stepper: prefetch", 6.5, (2, 1), (1, 2)), ("step in place", "SubGroupUpdater", 7.5, None, None),
+    ("fetch", "step: prefetch", 6.5, (2, 1), (1, 2)), ("step in place", "SubGroupUpdater", 7.5, None, None),
     ("flush", "store.flush", 8.5, (1, 2), (2, 0)),
 )  # fmt: skip
 

@@ -130,7 +130,7 @@ class Pools:
 
     # Partitions of PARAM on their way between NVMe and the device, or being stepped.
     param_nbytes: int = 0
-    # Optimizer states of sub-groups on their way between NVMe and the stepper.
+    # Optimizer states of sub-groups on their way between NVMe and the step.
     states_nbytes: int = 0
     # Pinned copies of device partitions while they are stepped on the CPU.
     staging_nbytes: int = 0
