@@ -12,8 +12,10 @@ from estimators.estimate import Machine
 from estimators.report import advised
 from estimators.search import TOKENS_MAX, Wish, advise, days_of_training, lasts, search, tokens_a_second
 from infinity.plan.hardware import ASSUMED
+from tests.estimators.test_cli import FOUR_BLOCKS
 
 GB = 10**9
+LITTLE = ["--gpu", "2.2GB", "--ram", "3.8GB"]
 
 
 def wish(gpu: float, ram: float, nvme: float | None, **options: object) -> Wish:
@@ -29,10 +31,11 @@ def wish(gpu: float, ram: float, nvme: float | None, **options: object) -> Wish:
         (("--lora", "8", "--sequence", "262144"), ("activations are",)),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named_with_what_would_fit(capsys, options, said):
+def test_what_does_not_fit_is_named_with_what_would_fit(capsys, options, said, tmp_path):
     """Gradients of a trained parameter are in memory, wherever all else may lie."""
-    ram = "4.8GB" if options else "3.8GB"
-    assert main(["qwen2.5-0.5b", "--gpu", "2.2GB", "--ram", ram, "--nvme", "1TB", "--sequence", "512", *options]) == 1
+    (tmp_path / "config.json").write_text(json.dumps(FOUR_BLOCKS))
+    model = [str(tmp_path), "--gpu", "1.3GB", "--ram", "3.4GB"] if options else ["qwen2.5-0.5b", *LITTLE]
+    assert main([*model, "--nvme", "1TB", "--sequence", "512", *options]) == 1
     text = " ".join(capsys.readouterr().out.split())
     for words in said:
         assert words in text

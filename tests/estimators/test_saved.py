@@ -11,13 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from estimators.cli import main
+from tests.estimators.test_cli import FOUR_BLOCKS
 
 
 @pytest.mark.parametrize(
     "machine",
     [
         ["--no-gpu", "--ram", "16GB"],
-        ["--gpu", "4GB", "--ram", "5GB", "--nvme", "100GB"],
+        ["--gpu", "1.6GB", "--ram", "3.25GB", "--nvme", "100GB"],
         ["--gpu", "24GB", "--ram", "64GB", "--nvme", "1TB"],
     ],
     ids=["in memory", "on a drive", "on the device"],
@@ -25,13 +26,15 @@ from estimators.cli import main
 def test_the_saved_file_is_given_to_initialize_and_trains(machine, tmp_path, capsys):
     file, drive = tmp_path / "found.json", tmp_path / "drive"
     words = ["--sequence", "512", "--nvme-path", str(drive), "--save", str(file)]
-    assert main(["qwen2.5-0.5b", *machine, *words]) == 0
+    (tmp_path / "config.json").write_text(json.dumps(FOUR_BLOCKS))
+    model = str(tmp_path) if "1.6GB" in machine else "qwen2.5-0.5b"
+    assert main([model, *machine, *words]) == 0
     assert "Choose optimizer.params.lr yourself" in capsys.readouterr().err
     saved = json.loads(file.read_text())
     assert saved["optimizer"] == {"type": "AdamW", "params": {"lr": 1e-5}}
     paths = [section["nvme_path"] for section in saved["zero_optimization"].values() if "nvme_path" in str(section)]
     assert all(path == str(drive) and os.path.isabs(path) for path in paths)
-    assert bool(paths) == (machine[1] == "4GB")
+    assert bool(paths) == (machine[1] == "1.6GB")
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
