@@ -30,6 +30,7 @@ from infinity.memory.partition import State
 from tests.support import bare, pages
 from tests.support.models import TinyLlama
 from tests.support.pages import PAGES, ROOT, Block, shown
+from tests.support.syntax import parsed
 
 # Most blocks that may say why they are not run.
 NOT_RUN_MAX = 2
@@ -232,7 +233,7 @@ def messages() -> str:
     found = []
     for folder in ("infinity", "estimators"):
         for file in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(file)):
                 if isinstance(node, ast.JoinedStr):
                     found.append("".join(v.value if isinstance(v, ast.Constant) else "{}" for v in node.values))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
