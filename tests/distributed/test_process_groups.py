@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,10 @@ def closed_twice(rank: int, world_size: int) -> tuple[list[int], int]:
         collectives.all_reduce(torch.ones(2), groups.reduction).wait()
         kept.append(groups)
         groups.close()
+        # A thread that ends stands in the list for a moment.
+        given_up = time.monotonic() + 5
+        while gloo_threads() > before and time.monotonic() < given_up:
+            time.sleep(0.01)
         found.append(gloo_threads() - before)
     return found, len(kept)
 
