@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.distributed.groups import ProcessGroups, detect
-from infinity.plan.types import Topology
+from infinity.plan.types import Key, Kind, Topology
 from infinity.zero.gradients import Gradients
 
 
@@ -22,7 +22,8 @@ def summed(rank: int, world: int) -> tuple[list[Any], int]:
     gradients = object.__new__(Gradients)
     gradients._groups = groups
     layout = SimpleNamespace(index=0, name="norms")
-    gradients._sum_partial(SimpleNamespace(layout=layout, params=params))  # type: ignore[arg-type]
+    unit = SimpleNamespace(layout=layout, params=params, grad_key=Key(Kind.GRAD, 0))
+    gradients._sum_partial(unit)  # type: ignore[arg-type]
     assert groups.data.process_group is None and groups.watchdog is not None
     count = groups.watchdog.log.counts[groups.tensor.channel]
     groups.close()

@@ -209,7 +209,7 @@ class Visit:
         gradients.end_backward()
         for name, whole in sent.items():
             state = infinity.state(self.params[name])
-            mean = (whole + (self.data.size - 1)) / self.runtime.loss_scale
+            mean = (whole + (self.data.size - 1)) / self.runtime.step.loss_scale
             self.equal(state.grad, mean, f"gradient of {name}")
             state.grad = mean * 2
             self.equal(state.grad, mean * 2, f"gradient of {name}")
