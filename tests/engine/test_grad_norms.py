@@ -155,3 +155,32 @@ def test_a_norm_over_two_axes_counts_once_what_several_ranks_have(monkeypatch: p
     for order in (rows, rows[::-1]):
         for place in places:
             assert on_rank(*place, order)[0] == (*total, StepFlags(preempted=True))
+
+
+class Sometimes(nn.Module):
+    """Two layers, of which a step may leave the second out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, *, count: int) -> torch.Tensor:
+        for layer in self.layers[:count]:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_a_unit_that_a_step_leaves_out_adds_nothing_to_its_norm() -> None:
+    """What the step before has left in its partition is not counted again."""
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-14}}, "gradient_clipping": 1.0}
+    norms_of: list[list[float]] = []
+    for counts in ((1, 1), (2, 1)):
+        torch.manual_seed(0)
+        with infinity.initialize(model=Sometimes(), config=config)[0] as engine:
+            found = []
+            for count in counts:
+                engine.backward(engine(torch.ones(1, 4), count=count))
+                engine.step()
+                found.append(engine.get_global_grad_norm())
+            norms_of.append(found)
+    assert norms_of[0][1] == norms_of[1][1] != norms_of[1][0]
