@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         text, data, shown, fits = _answer(args)
         if args.picture is not None:
-            _draw(shown, args.picture)
+            _write(args.picture, picture(shown))
     except ConfigError as error:
         print(f"infinity-estimate: {error}", file=sys.stderr)
         return 2
@@ -218,10 +218,6 @@ def _hints(args: argparse.Namespace, wish: Wish, last: Estimate) -> list[str]:
 
 def _choice(choice: Choice) -> dict[str, Any]:
     return {"config": choice.config, "estimate": choice.estimate.as_dict()}
-
-
-def _draw(found: Estimate, path: str) -> None:
-    _write(path, picture(found))
 
 
 def _write(path: str, text: str) -> None:

@@ -295,13 +295,12 @@ class Described:
         if self.module is not None:
             return module_tree(self.module, compute_dtype=compute_dtype)
         if compute_dtype not in self._trees:
-            self._trees[compute_dtype] = self._tree(compute_dtype)
+            assert self.values is not None
+            root = model_tree(self.values, compute_dtype=compute_dtype)
+            if self.lora is not None:
+                root = adapted(root, self.lora, str(self.values["model_type"]), self.hidden_size)
+            self._trees[compute_dtype] = root
         return self._trees[compute_dtype]
-
-    def _tree(self, compute_dtype: str) -> ModuleNode:
-        assert self.values is not None
-        root = model_tree(self.values, compute_dtype=compute_dtype)
-        return root if self.lora is None else adapted(root, self.lora, str(self.values["model_type"]), self.hidden_size)
 
     @cached_property
     def adapted_layers(self) -> frozenset[str] | None:

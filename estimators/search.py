@@ -556,14 +556,10 @@ def _by_budget(wish: Wish) -> Iterator[Choice]:
         if min(memory.values()) < _ROUNDED:
             # No limit that can be written.
             continue
-        limits = {name: {"max_bytes": _rounded(nbytes)} for name, nbytes in memory.items()}
+        # As people write it, never above what it is.
+        limits = {name: {"max_bytes": f"{nbytes // _ROUNDED / 100:g}GB"} for name, nbytes in memory.items()}
         config = {**plain, "zero_optimization": zero, "memory": limits}
         yield from _varied(_planned(wish, [config]), [sparing])
-
-
-def _rounded(nbytes: int) -> str:
-    """A limit as people write it, never above what it is."""
-    return f"{nbytes // _ROUNDED / 100:g}GB"
 
 
 def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]]:
@@ -944,8 +940,9 @@ class Advice:
 
 def advise(wish: Wish) -> Advice:
     """Return the fastest configurations that fit and last; if none fits, the one that exceeds its limits least."""
-    found = fit_axes(wish) if _divisible(wish) else []
-    found = found or [*_grown(wish)]
+    model = described(wish.model)
+    divisible = wish.options.get("ranks", 1) > 1 and model.module is None and model.lora is None
+    found = (fit_axes(wish) if divisible else []) or [*_grown(wish)]
     if not found:
         return Advice([search(wish)], lasting=True)
     lasting = [choice for choice in found if lasts(choice)]
@@ -953,12 +950,6 @@ def advise(wish: Wish) -> Advice:
     if not lasting:
         found.sort(key=lambda choice: days_of_training(choice) or 0.0, reverse=True)
     return Advice([*_different(found)][:SHOWN], lasting=bool(lasting))
-
-
-def _divisible(wish: Wish) -> bool:
-    """Return whether there are axes to choose for the ranks."""
-    model = described(wish.model)
-    return wish.options.get("ranks", 1) > 1 and model.module is None and model.lora is None
 
 
 def tokens_a_second(choice: Choice) -> float:

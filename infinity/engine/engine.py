@@ -523,11 +523,7 @@ class Engine(DeepSpeedNames, nn.Module):
 
         StateError unless it is called after `step()` and before the next backward.
         """
-        if self._runtime.gradients.begun:
-            raise StateError(
-                "norms by parameter are those of the latest step: ask for them after step(), before the next backward"
-            )
-        return self._runtime.step.norms_by_parameter()
+        return self._runtime.step.norms_by_parameter(begun=self._runtime.gradients.begun)
 
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Return this rank's bytes by tier and kind (and unit on request), now and at most; it prints as a table."""

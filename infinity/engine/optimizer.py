@@ -31,26 +31,25 @@ from infinity.zero.states import ParameterState
 class LossScalerView:
     """The loss scale under the names of DeepSpeed's scalers, live: `optimizer.loss_scaler`. Read-only."""
 
-    def __init__(self, scaler: LossScaler | None) -> None:
-        """scaler: None where the precision needs no scale."""
-        self._scaler = scaler
+    def __init__(self, step: OptimizerStep) -> None:
+        self._step = step
 
     @property
     def cur_scale(self) -> float:
         """What the loss is multiplied by now."""
-        return self._scaler.scale if self._scaler is not None else 1.0
+        return self._step.loss_scale
 
     loss_scale = cur_scale
 
     @property
     def dynamic(self) -> bool:
         """Whether it follows overflows."""
-        return self._scaler is not None and self._scaler.dynamic
+        return self._step.scaler is not None and self._step.scaler.dynamic
 
     @property
     def scale_window(self) -> int:
         """Good steps after which a dynamic scale doubles."""
-        return (self._scaler or LossScaler()).loss_scale_window
+        return (self._step.scaler or LossScaler()).loss_scale_window
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -73,7 +72,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._memory = memory
         self._module = module
         self._states = states = OptimizerStates(access, step, module)
-        self.loss_scaler = LossScalerView(step.scaler)
+        self.loss_scaler = LossScalerView(step)
         self.kind = kind
         self.parameter_offload = ParameterOffload(module)
         self._inner = given if given is not None else torch.optim.Optimizer(groups, defaults)

@@ -388,14 +388,14 @@ class OptimizerStep:
             ("gradient_accumulation_steps", config.accumulation), ("the loss scale", self.loss_scale),
         ]  # fmt: skip
 
-    def norms_by_parameter(self) -> dict[str, float]:
-        """Return the gradient norm of every parameter that had a gradient in the latest step, by name. Collective;
-        until the next backward.
+    def norms_by_parameter(self, *, begun: bool) -> dict[str, float]:
+        """Return the gradient norm of every parameter that had a gradient in the latest step, by name. Collective.
+        StateError where there is none, or its gradients are gone. begun: whether others have come since.
 
         Each rank adds up the squares of its part of a parameter, and these are added up over ranks.
         """
         verdict, world = self.verdict, self._norms.groups.world
-        if verdict is None or not verdict.arrived:
+        if verdict is None or not verdict.arrived or begun:
             raise StateError(
                 "norms by parameter are those of the latest step: ask for them after step(), before the next backward"
             )

@@ -487,22 +487,13 @@ class Prefetcher:
             return
         # The drive is measured alone: a step that has begun in backward would share it.
         step.synchronize()
-        found = agree(self.use_times(), self._units, self._store, device, group, self._memory)
+        measured = None if self._timed is None else (self._timed[0], self._timed[1].use_seconds())
+        found = agree(measured, self._units, self._store, device, group, self._memory)
         if found is not None:
-            self.retime(*found)
-
-    def use_times(self) -> tuple[tuple[UnitAccess, ...], tuple[float, ...]] | None:
-        """(trace, seconds of computation from each use to the next) of the pass that was timed; None without one."""
-        if self._timed is None:
-            return None
-        trace, timer = self._timed
-        return trace, timer.use_seconds()
-
-    def retime(self, trace: tuple[UnitAccess, ...], timing: Timing) -> None:
-        """Submit for this trace as late as `timing` allows. The arguments must be the same on every rank."""
-        self._known[trace] = self._plan.reschedule(trace, timing)
-        if self._schedules["train"].uses == trace:
-            self._schedules["train"] = self._known[trace]
+            trace, timing = found
+            self._known[trace] = self._plan.reschedule(trace, timing)
+            if self._schedules["train"].uses == trace:
+                self._schedules["train"] = self._known[trace]
 
     def _submit_ahead(self, now: _Pass) -> None:
         if now.off_schedule and self._memory.live_nbytes > self._plan.budget.live_nbytes_max:

@@ -326,8 +326,18 @@ class Gradients:
         stage, world = self._groups.stage, self._groups.world
         if stage.size > 1:
             late = on_any_rank(late, stage, "agreement on late gradients")
-        self.complete([unit for unit, is_late in zip(self._units, late, strict=True) if is_late])
-        for unit in sorted(self._shared, key=lambda unit: unit.layout.index):
+        for unit, is_late in zip(self._units, late, strict=True):
+            if is_late:
+                self._collect(unit)
+        self._end_reduction()
+        if self._whole is not None:
+            for unit in self.order:
+                self._reduce_whole(unit, self._whole[unit])
+        for unit in self._units:
+            if unit not in self._begun:
+                self._accumulate(unit)
+        self._end_copies(wait=True)
+        for unit in self._shared:
             if unit.layout.numel:
                 self.sum_shared(unit)
         arrived = {unit.layout.index: [*flags] for unit, flags in self.arrived.items()}
@@ -341,22 +351,9 @@ class Gradients:
             self._orders.agree(stage)
         return arrived, elsewhere
 
-    def complete(self, late: Sequence[Unit] = ()) -> None:
-        """Collect `late` gradients (of the same units on every rank), and reduce what is still whole."""
-        for unit in late:
-            self._collect(unit)
-        self._end_reduction()
-        if self._whole is not None:
-            for unit in self.order:
-                self._reduce_whole(unit, self._whole[unit])
-        for unit in self._units:
-            if unit not in self._begun:
-                self._accumulate(unit)
-        self._end_copies(wait=True)
-
     def sum_shared(self, unit: Unit) -> None:
         """Add up what each rank of the pipeline axis has of the gradients of a unit that all of them hold, or the first
-        and the last. Collective over these; after `complete`.
+        and the last. Collective over these, once their own sums are there.
         """
         group = self._shared[unit]
         with self._partitions.write(unit) as target:
