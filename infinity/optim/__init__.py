@@ -1,4 +1,4 @@
-"""The optimizer: it reads GRAD partitions and writes PARAM partitions, one sub-group at a time.
+"""Update rules, what makes them of a configuration or of a torch optimizer, and learning-rate schedules.
 
-It knows neither modules nor the other ranks.
+A rule steps segments of sub-groups in place; it knows neither modules nor the other ranks.
 """
