@@ -11,7 +11,7 @@ demo: $(STAMP)  ## train about 10 M parameters with parameters and optimizer sta
 	$(BIN)/python examples/train_lm.py
 
 test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 zoo: $(STAMP)  ## families of transformers against plain torch; ARGUMENTS="--compile aot_eager" and the like
 	$(BIN)/python -m tests.zoo $(ARGUMENTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import signal
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def pytest_configure() -> None:
-    """Let interrupts arrive where a shell has started the tests in its background, with SIGINT ignored."""
+    """Compute in one thread, as ranks do: workers beside each other would wait for processors in every small sum.
+
+    Let interrupts arrive where a shell has started the tests in its background, with SIGINT ignored.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import shlex
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from estimators import cli
-from examples import finetune_hf, train_lm
 from tests.support.hub import hf_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +29,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run_example(*arguments: str) -> dict:
-        train_lm.main([*SMALL, "--run-dir", "run", *arguments])
+        importlib.import_module("examples.train_lm").main([*SMALL, "--run-dir", "run", *arguments])
         return json.loads((tmp_path / "run" / "loss.json").read_text())
 
     return run_example
@@ -65,14 +65,15 @@ def test_several_drives_are_all_in_the_report(run, tmp_path):
     assert {str(Path(file["path"]).parent) for file in record["nvme_files"]} == set(drives)
 
 
-@pytest.mark.parametrize("example", [train_lm, finetune_hf])
+@pytest.mark.parametrize("example", ["train_lm", "finetune_hf"])
 def test_another_drive_is_meant_for_whatever_may_use_one(example, tmp_path):
     devices = {"offload_param": {"device": "auto", "nvme_path": "there"}, "offload_optimizer": {"device": "cpu"}}
     (tmp_path / "auto.json").write_text(json.dumps({"zero_optimization": {"stage": 3, **devices}}))
     options = ["--config", str(tmp_path / "auto.json"), "--nvme-path", "here"]
-    args = example.parse(["small", *options] if example is finetune_hf else options)
-    made = example.load_config(args)
-    zero = (made[0] if example is finetune_hf else made)["zero_optimization"]
+    module = importlib.import_module(f"examples.{example}")
+    args = module.parse(["small", *options] if example == "finetune_hf" else options)
+    made = module.load_config(args)
+    zero = (made[0] if example == "finetune_hf" else made)["zero_optimization"]
     assert zero["offload_param"]["nvme_path"] == "here"
     assert "nvme_path" not in zero["offload_optimizer"]
 

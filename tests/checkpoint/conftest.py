@@ -1,4 +1,4 @@
-"""Two ranks that live for all tests of this folder (starting them takes longer than most of those), and one thread."""
+"""Two ranks that live for all tests of this folder (starting them takes longer than most of those)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.hostile import save
-from tests.engine.conftest import one_thread
 from tests.support.spawn import RankPool
-
-__all__ = ["one_thread", "two_ranks"]
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +20,8 @@ def two_ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory, rank_pools: Any) -> Path:
     """Checkpoints of one rank: FOLDER/bf16-1/global_step2, FOLDER/fp32-1/global_step2 and FOLDER/hub/global_step1."""
+    from tests.checkpoint.hostile import save
+
     folder = tmp_path_factory.mktemp("bases")
     rank_pools[1].run(save, str(folder))
     return folder

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from torch import Tensor, nn
 
 import infinity
-from tests.support.hub import hf_model
+from tests.support.hub import hf_model, lora
 from tests.support.models import TinyLlama
 
 HYPER = {"lr": 1e-2, "eps": 1e-4}
@@ -37,8 +36,7 @@ def tokens(rank: int) -> Tensor:
 
 def with_lora(model: Any) -> Any:
     torch.manual_seed(3)
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, lora)
+    return lora(model, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 def train_and_export(rank: int, world_size: int, name: str, dtype: str, folder: str) -> Tensor:

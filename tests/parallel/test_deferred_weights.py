@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +24,7 @@ from infinity.plan.pipeline import ActionKind, make_tables
 from infinity.zero import parameter
 from tests.parallel.divided import axis_of, batch, divide, make
 from tests.parallel.groups import open_tensor_group
+from tests.support.hub import lora
 
 Grads = dict[str, Tensor | None]
 COMMON = {
@@ -447,8 +447,8 @@ def test_a_forward_of_the_layers_own_is_kept_and_deferred():
 
 def test_adapters_are_deferred():
     torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], lora_dropout=0.1)
-    model = get_peft_model(build("llama"), config)
+    settings: dict[str, Any] = {"modules_to_save": ["lm_head"], "lora_dropout": 0.1}
+    model = lora(build("llama"), target_modules=["q_proj", "v_proj"], **settings)
     model.base_model.model.get_input_embeddings().weight.requires_grad_(True)
     expected = ordinary(model, lambda: loss_of(model))
     deferred = DeferredWeights(model)

@@ -39,14 +39,6 @@ from tests.parallel.layered import (
 CUTS = [(1, 12), (5, 8), (6, 7), (2, 1, 1, 2, 1, 1, 5), (3, 3, 5, 2), (11, 1, 1), (1,) * 13]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_the_layers_run_as_a_program_would_run_them():
     model = make(mixed_layers())
     inputs, labels = token_batches(1)[0]

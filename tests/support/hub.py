@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
 from torch import nn
@@ -41,3 +43,10 @@ def hf_model(name: str, seed: int = 0) -> nn.Module:
     """A tiny transformers causal language model of one family, in fp32, with the weights of `seed`."""
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(hf_config(name)).float()
+
+
+def lora(model: nn.Module, **settings: Any) -> Any:
+    """A model with peft's adapters of rank 4; peft is imported here alone, because that takes seconds too."""
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, **settings))

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import infinity
 from infinity.errors import ConfigError, StateError
-from tests.support.hub import hf_model
+from tests.support.hub import hf_model, lora
 from tests.support.oracle import join, settings
 
 WORDS = 9000
@@ -306,7 +305,7 @@ def test_a_model_that_peft_wraps_is_tiled_before_or_after(task: str | None, firs
     model = hf_model("llama")
     if first == "tiles":
         infinity.tile_sequence(model, tile_tokens=8)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type=task))
+    model = lora(model, task_type=task)
     if first == "peft":
         assert infinity.tile_sequence(model, tile_tokens=8) is model
     output = model(input_ids=ids, labels=ids)

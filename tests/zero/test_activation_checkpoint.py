@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from infinity.engine import Engine
 from infinity.memory.activation_tier import ActivationTier
 from tests.engine.cases import CASES
 from tests.support.cells import kept
-from tests.support.hub import hf_model
+from tests.support.hub import hf_model, lora
 from tests.support.models import token_batch
 from tests.support.oracle import Case, join, settings, swap_files, train
 
@@ -179,9 +178,8 @@ def adapters(rank: int, world: int, folder: str, stage: int) -> list[str]:
     for own, home in itertools.product((True, False, None), ("gpu", "nvme")):
         model = hf_model("llama")
         model.config.use_cache = True
-        lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], lora_dropout=0.1)
         torch.manual_seed(3)
-        adapted = peft.get_peft_model(model, lora).train()
+        adapted = lora(model, lora_alpha=8, target_modules=["q_proj", "up_proj"], lora_dropout=0.1).train()
         if own is not None:
             adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": own})
             adapted.enable_input_require_grads()

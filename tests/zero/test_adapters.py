@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.errors import ConfigError, StateError
-from tests.support.hub import hf_model
+from tests.support.hub import hf_model, lora
 
 STEPS = 3
 HYPER = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}
@@ -40,8 +39,7 @@ def tokens(step: int, rank: int) -> Tensor:
 
 def with_lora(model: Any) -> Any:
     torch.manual_seed(3)
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, lora)
+    return lora(model, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
 
 
 def checksums(model: Any) -> dict[str, str]:
@@ -102,11 +100,9 @@ def test_peft_lora_on_two_ranks_and_nvme_equals_peft_in_one_process(tmp_path: Pa
 def on_experts() -> Any:
     """Packed experts with LoRA on them, which peft puts in place for the time of each call."""
     torch.manual_seed(3)
-    lora = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False,
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )  # fmt: skip
-    return peft.get_peft_model(hf_model("mixtral"), lora)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings: dict[str, Any] = {"init_lora_weights": False, "target_parameters": experts}
+    return lora(hf_model("mixtral"), lora_alpha=8, target_modules=["q_proj"], **settings)
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,9 @@ AT_STAGE_3 = (
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _compiles_anew() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
-    torch.set_num_threads(threads)
     torch._dynamo.reset()
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
@@ -17,6 +16,7 @@ from infinity.zero import deferred_init
 from infinity.zero.parameter import is_released
 from tests.conftest import RankPools
 from tests.init_from_pretrained import FORMATS, save
+from tests.support.hub import lora
 from tests.support.zero3_names import transformers_at_stage_3
 
 SIZE = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 400, "n_positions": 32}
@@ -47,8 +47,7 @@ def steps(folder: Path) -> list[nn.Module]:
     found.append(resized)
     torch.manual_seed(5)
     base = GPT2LMHeadModel.from_pretrained(folder / "safetensors")
-    adapters = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
-    found.append(get_peft_model(base, adapters))
+    found.append(lora(base, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True))
     torch.manual_seed(6)
     found.append(GPT2LMHeadModel._from_config(base.config))
     return found
