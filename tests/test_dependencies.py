@@ -31,8 +31,9 @@ def run_bare(folder: Path, *words: str, extras: tuple[str, ...] = ()) -> subproc
     )  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_declared_dependencies_are_enough_for_everything_without_an_extra(tmp_path):
-    """Three steps on NVMe, save, load, export and every command, without network, beside distributions that hide."""
+    """As test_wheel.py shows of a wheel in a fresh environment, here of the checkout beside distributions that hide."""
     told = check_told(run_bare(tmp_path, "tests/support/bare_run.py", str(tmp_path)))
     assert told["from"] == str(ROOT / "infinity" / "__init__.py")
     # It bites: transformers is installed where tests run, and no declared dependency.
@@ -48,6 +49,7 @@ def test_the_demo_needs_only_what_its_extra_declares(tmp_path):
     assert (tmp_path / "run" / "loss_and_memory.png").stat().st_size > 10_000
 
 
+@pytest.mark.matrix
 def test_a_distribution_that_is_not_declared_is_not_found(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infinity.ops import build
+from tests.support.compilers import standing_in
 
 _ROOT = Path(__file__).parents[2]
 _STEP = """
@@ -50,7 +52,7 @@ def test_without_a_compiler_one_warning_says_so(tmp_path: Path) -> None:
 @needs_compiler
 def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
     script = "from infinity.ops import build; build.require('aio'); print(build.native_report()['aio'])"
-    settings = {**os.environ, "PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    settings = {**os.environ, "PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(tmp_path), **standing_in(tmp_path)}
     command = [sys.executable, "-c", script]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=settings) for _ in range(3)]
     replies = {rank.communicate(timeout=220)[0] for rank in ranks}
@@ -59,6 +61,7 @@ def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
     # describe() builds the other library too; nothing else is left behind.
     assert [name.partition("-")[0] for name in files if name.endswith(".so")] == ["libadam", "libaio"]
     assert len(files) == 4
+    assert sorted((tmp_path / "linked").read_text().split()) == ["adam", "aio"]
 
 
 def _fake_nvcc(folder: Path, body: str) -> str:
@@ -69,12 +72,23 @@ def _fake_nvcc(folder: Path, body: str) -> str:
 
 
 @needs_compiler
-def test_libraries_are_built_without_warnings_and_kernels_that_fail_cost_them_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_libraries_are_built_and_kernels_that_fail_cost_them_nothing(compiled: bool, tmp_path: Path) -> None:
     nvcc = _fake_nvcc(tmp_path, "echo unsupported GNU version >&2; exit 1\n")
     out = tmp_path / "out"
-    reply = _run([sys.executable, "-m", "infinity.ops.build", str(out)], NVCC=nvcc)
-    assert reply.returncode == 0 and "warning" not in reply.stdout + reply.stderr
+    cxx = {"CXX": f"{build._compiler()} -Werror"} if compiled else standing_in(tmp_path)
+    reply = _run([sys.executable, "-m", "infinity.ops.build", str(out)], **{**cxx, "NVCC": nvcc})
+    assert reply.returncode == 0, reply.stderr
     assert sorted(path.name for path in out.iterdir()) == ["libadam.so", "libaio.so"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", build.HOST_NAMES)
+def test_the_sources_give_no_warning(name: str) -> None:
+    files = sorted((_ROOT / "csrc" / name).glob("*.cpp"))
+    command = [*shlex.split(build._compiler() or ""), *build._CXX_FLAGS, "-O0", "-Werror", "-fsyntax-only"]
+    reply = _run([*command, *map(str, files)])
+    assert reply.returncode == 0, reply.stderr
 
 
 def test_without_a_device_nvcc_is_never_asked_for_anything(tmp_path: Path) -> None:
