@@ -88,32 +88,36 @@ def test_every_name_of_the_contract_is_there():
         assert [name for name in names if not hasattr(found, name)] == []
 
 
-def test_every_way_in_gives_the_same_objects():
+def test_every_way_in_gives_the_same_objects_if_no_client_has_looked_before(tmp_path):
+    """In one process: refused beside a client or another deepspeed, then installed; only then have parameters ds_id."""
+    for client in ("accelerate", "deepspeed"):
+        (tmp_path / f"{client}.py").write_text("")
     reply = python(
-        "import infinity.deepspeed as ours, sys\n"
+        "import infinity.deepspeed as ours, sys, torch\n"
         "assert 'deepspeed' not in sys.modules\n"
+        "for client in ('accelerate', 'deepspeed'):\n"
+        "    __import__(client)\n"
+        "    try:\n        ours.install()\n    except Exception as error:\n        print(error)\n"
+        "    del sys.modules[client]\n"
+        "sys.path.remove(sys.argv[1])\n"
+        "def attributes():\n"
+        "    engine, *_ = ours.initialize(model=torch.nn.Linear(4, 4), config={\n"
+        "        'train_batch_size': 1, 'zero_optimization': {'stage': 3}, 'optimizer': {'type': 'AdamW'}})\n"
+        "    with engine:\n"
+        "        return hasattr(engine.module.weight, 'ds_id')\n"
+        "assert not attributes()\n"
         "ours.install(); ours.install()\n"
+        "assert attributes()\n"
         "import deepspeed, deepspeed.ops.adam, infinity.deepspeed.ops.adam, importlib.metadata, importlib.util\n"
         "assert deepspeed is ours and deepspeed.ops.adam is infinity.deepspeed.ops.adam\n"
         "assert importlib.metadata.version('deepspeed') == deepspeed.__version__ == '0.19.8'\n"
         "assert importlib.util.find_spec('deepspeed') is not None\n"
-        "assert deepspeed.__infinity__ == infinity.__version__\n"
-    )
-    assert reply.returncode == 0, reply.stderr
-
-
-def test_install_is_refused_when_a_client_has_looked_already(tmp_path):
-    for client in ("accelerate", "deepspeed"):
-        (tmp_path / f"{client}.py").write_text("")
-    reply = python(
-        "import accelerate, sys\nimport infinity.deepspeed\n"
-        "try:\n    infinity.deepspeed.install()\nexcept Exception as error:\n    print(error)\n"
-        "del sys.modules['accelerate']\nimport deepspeed\ninfinity.deepspeed.install()",
-        path=(tmp_path, ROOT),
+        "assert deepspeed.__infinity__ == infinity.__version__\n",
+        str(tmp_path), path=(tmp_path, ROOT),
     )  # fmt: skip
-    assert reply.returncode == 1
-    for client, said in (("accelerate", reply.stdout), ("deepspeed", reply.stderr)):
-        assert f"comes too late: {client} is imported already" in said.splitlines()[-1]
+    assert reply.returncode == 0, reply.stderr
+    for client, said in zip(("accelerate", "deepspeed"), reply.stdout.splitlines(), strict=True):
+        assert f"comes too late: {client} is imported already" in said
 
 
 @pytest.mark.matrix
@@ -457,21 +461,6 @@ def test_its_topologies_place_ranks_as_an_engine_does(pp, dp, tp):
     assert theirs.get_axis_comm_lists("expert") == [] and theirs.get_dim("expert") == 0
     assert PipeDataParallelTopology(pp, dp).get_axis_names() == ["pipe", "data"]
     assert ProcessTopology(["a", "b"], [2, 3]).filter_match(b=1) == [1, 4]
-
-
-def test_parameters_have_foreign_attributes_only_where_import_deepspeed_gives_these_names():
-    reply = python(
-        "import sys, torch, infinity.deepspeed as deepspeed\n"
-        "def attributes():\n"
-        "    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config={\n"
-        "        'train_batch_size': 1, 'zero_optimization': {'stage': 3}, 'optimizer': {'type': 'AdamW'}})\n"
-        "    with engine:\n"
-        "        return hasattr(engine.module.weight, 'ds_id')\n"
-        "assert not attributes()\n"
-        "deepspeed.install()\n"
-        "assert attributes()\n"
-    )
-    assert reply.returncode == 0, reply.stderr
 
 
 def test_its_optimizers_keep_the_groups_and_are_stepped_natively():

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from infinity.checkpoint.deepspeed import torch_file
 from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, read_deepspeed, verify_deepspeed
 from infinity.checkpoint.deepspeed.torch_file import PickledObject, TorchFile, TorchTensor, Unloaded
 from infinity.checkpoint.run_state import encode_client_state
@@ -381,9 +382,11 @@ def test_a_file_that_is_none_of_torchs_is_refused(content: bytes, said: str, tmp
         TorchFile(tmp_path / "x.pt")
 
 
-def test_values_that_repeat_each_other_do_not_fill_the_memory(tmp_path: Path) -> None:
-    """A few bytes name a list of a million items again and again."""
-    items = b"]q\x00(" + b"K\x01" * 1_000_000 + b"e"
+def test_values_that_repeat_each_other_do_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes name a list of many items again and again."""
+    assert torch_file._COPIED_MAX < 1 << 28
+    monkeypatch.setattr(torch_file, "_COPIED_MAX", 1 << 22)
+    items = b"]q\x00(" + b"K\x01" * 50_000 + b"e"
     copies = b"".join(b"c__builtin__\nset\nh\x00\x85R" for _ in range(100))
     (tmp_path / "x.pt").write_bytes(archive_of(b"\x80\x02" + items + copies + b".", {}))
     with pytest.raises(CheckpointError, match="repeat each other"):
