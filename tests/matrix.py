@@ -43,6 +43,7 @@ class Row:
 ROWS = [
     Row("tests/checkpoint", ("infinity/checkpoint", "infinity/engine", "infinity/memory")),
     Row("tests/cli", ("infinity/cli",)),
+    Row("tests/config", ("infinity/config",)),
     Row("tests/clients", ("infinity/integrations", "infinity/engine")),
     Row("tests/distributed", ("infinity/distributed",)),
     Row("tests/engine", (*_TRAINING, "infinity/plan", "infinity/config", "infinity/observability")),
