@@ -28,6 +28,7 @@ from infinity.cli.doctor import (
 from infinity.cli.engine_facts import processor
 from infinity.cli.main import main
 from infinity.memory.folder import FolderInfo, look
+from infinity.ops import build
 from tests.support import bare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,10 +216,11 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
     assert look("/", tmp_path).file_system == "ext4"
 
 
-def test_native_code_that_is_switched_off_is_noticed(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "INFINITY_NATIVE": "0"}
-    command = [sys.executable, "-m", "infinity", "doctor", "--folder", str(tmp_path)]
-    reply = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60)
-    assert reply.returncode == 0, reply.stderr
-    assert "Python fallback" in reply.stdout
-    assert "INFINITY_NATIVE=0 turns native code off" in reply.stdout
+def test_native_code_that_is_switched_off_is_noticed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("INFINITY_NATIVE", "0")
+    build._library.cache_clear()
+    code = main(["doctor", "--folder", str(tmp_path)])
+    build._library.cache_clear()
+    shown = capsys.readouterr().out
+    assert code == 0 and "Python fallback" in shown
+    assert "INFINITY_NATIVE=0 turns native code off" in shown
