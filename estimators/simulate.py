@@ -235,7 +235,7 @@ class _Optimizer:
         self._norms: deque[int] = deque()
         # Units whose gradients are still to come before the next step.
         self._expected: set[int] = set()
-        self._queue = ReadyQueue[None](self._parts.hidden, fetch=arenas.fetch_now, in_memory=arenas.in_memory)
+        self._queue = ReadyQueue[None](self._parts.hidden)
         self._busy = False
 
     def stepped(self, unit: int) -> Flag:
@@ -260,7 +260,7 @@ class _Optimizer:
         """Let these sub-groups be stepped behind the program."""
         for group in groups:
             self._count(group, 1)
-        self._queue.add(groups, None)
+        self._queue.add(groups, None, self._arenas.in_memory)
         self._look_ahead(1)
 
     def _count(self, group: SubGroup, steps: int) -> None:
@@ -298,7 +298,7 @@ class _Optimizer:
 
     def _look_ahead(self, count: int) -> None:
         if self._plan.policy.overlap:
-            self._queue.fetch(count)
+            self._queue.fetch(count, self._arenas.fetch_now)
 
     def _step(self, group: SubGroup) -> Process:
         yield from self._arenas.fetch(group)

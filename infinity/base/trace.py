@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 # The activities of a thread. The innermost span of a moment counts.
 PHASE = "phase"
@@ -81,8 +80,7 @@ class Timed(Protocol):
 class Recording:
     """The record from `begin` to `end`. Threads append at any time; lists are read after `stop`."""
 
-    def __init__(self, describe: Callable[[Any], str] = str) -> None:
-        self.describe = describe
+    def __init__(self) -> None:
         self.program = threading.get_ident()
         self.threads: dict[int, str] = {}
         self.spans: list[Span] = []
@@ -199,12 +197,12 @@ def stop_tally() -> None:
         _tally = None
 
 
-def start_recording(describe: Callable[[Any], str] = str) -> Recording:
-    """Begin to record. `describe` names the subjects. RuntimeError while another recording is under way."""
+def start_recording() -> Recording:
+    """Begin to record. RuntimeError while another recording is under way."""
     global _recording
     if _recording is not None:
         raise RuntimeError("a timeline is being recorded already: there is one at a time in a process")
-    _recording = Recording(describe)
+    _recording = Recording()
     return _recording
 
 

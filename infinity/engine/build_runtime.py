@@ -5,12 +5,10 @@ hooks.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 
 from torch import nn
 
 from infinity.config import ResolvedConfig
-from infinity.distributed.collectives import exchange_values
 from infinity.distributed.groups import ProcessGroups, Ranks
 from infinity.engine.activation_forecast import FirstBatch
 from infinity.engine.micro_batches import widen_batch_norms
@@ -20,7 +18,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore, open_activation_tier, open_store
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import mappings_of_their_own
-from infinity.observability.memory_report import Breakdown, Observer
+from infinity.observability.memory_report import Observer
 from infinity.observability.progress import StepProgress
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
@@ -67,15 +65,6 @@ def make_step(
     return OptimizerStep(plan, store, groups, config, device=device, rule=optimizer.rule, scaler=scaler)
 
 
-def make_observer(breakdown: Breakdown, config: ResolvedConfig, groups: ProcessGroups) -> Observer:
-    """Make what shows memory and times; timelines of a pipeline's ranks tell each other their stages."""
-    ranks, told = groups.ranks, partial(exchange_values, group=groups.pipeline, name="a timeline's stages")
-    return Observer(
-        breakdown, config.config, rank=ranks.rank, world_size=ranks.world_size,
-        tell=told if groups.pipeline.size > 1 else None,
-    )  # fmt: skip
-
-
 @mappings_of_their_own()
 def build_runtime(
     question: PlanInputs, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
@@ -119,7 +108,7 @@ def build_runtime(
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
-    observer = make_observer(Breakdown(plan, ledger, store, units, device), config, groups)
+    observer = Observer(plan, ledger, store, units, device, config.config, groups)
     progress = StepProgress(
         config.config, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
     )

@@ -7,7 +7,6 @@ are moved one partition at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from infinity.engine.runtime import Runtime
@@ -16,9 +15,8 @@ from infinity.log import logger
 from infinity.memory.drives import queue_options
 from infinity.memory.ledger import mb
 from infinity.memory.partition import Partition
-from infinity.memory.scratch import DriveRefuge, MemoryRefuge, Refuge
+from infinity.memory.scratch import DriveRefuge, MemoryRefuge, Refuge, SwapFolders
 from infinity.memory.tiers.pinned import HostMemory, trim
-from infinity.memory.tiers.registry import backend_of
 from infinity.plan.types import Key, Kind, Tier
 
 # DeepSpeed's names of states, and the partitions that have them: masters lie beside the moments.
@@ -101,7 +99,7 @@ class IdleStates:
         runtime = self._runtime
         if target == "cpu":
             memory = HostMemory(runtime.device, pin=pin, ledger=runtime.ledger)
-            return MemoryRefuge(memory, runtime.device.synchronize)
+            return MemoryRefuge(memory, runtime.device)
         folders = runtime.config.nvme_path or runtime.config.zero.folders_of_others("nvme")
         if folders is None:
             raise ConfigError(
@@ -109,8 +107,7 @@ class IdleStates:
                 "zero_optimization.offload_optimizer.nvme_path (its device may be none or cpu)"
             )
         options = queue_options(runtime.config, folders)
-        opened = partial(backend_of(Tier.NVME).open, folders, rank=runtime.groups.ranks.rank, options=options)
-        return DriveRefuge(lambda nbytes: opened(nbytes=nbytes), sizes)
+        return DriveRefuge(SwapFolders(Tier.NVME, folders, runtime.groups.ranks.rank, options), sizes)
 
 
 def _names(include: Iterable[Any] | None) -> frozenset[str]:

@@ -28,7 +28,7 @@ import heapq
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ from infinity.base.transfer import Transfer
 from infinity.errors import StateError, TransferError
 from infinity.memory.arena import piece_nbytes
 from infinity.memory.ledger import Ledger
-from infinity.memory.scratch import GrowablePool, PoolBuffer, file_pool, host_pool
+from infinity.memory.scratch import FilePool, GrowablePool, HostPool, PoolBuffer, SwapFolders
 from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
@@ -221,20 +221,20 @@ class BackwardOrder:
 class ActivationTier:
     """The tensors of one rank that the activation tier keeps; see the module's text.
 
-    open_file: makes a swap file of so many bytes on `tier`; None: values stay in CPU memory. buffer_count: staging
-    buffers before a drive, each of the size of the largest tensor. pin: page-lock CPU memory where there is an
-    accelerator. overlap: write behind, and read ahead of use; otherwise every transfer is waited for where it begins.
+    folders: of the swap files; None: values stay in CPU memory. buffer_count: staging buffers before a drive, each of
+    the size of the largest tensor. pin: page-lock CPU memory where there is an accelerator. overlap: write behind, and
+    read ahead of use; otherwise every transfer is waited for where it begins.
     """
 
     def __init__(
         self, device: Device, *, ledger: Ledger, pin: bool = True, buffer_count: int = 4, overlap: bool = True,
-        open_file: Callable[[int], TierBackend] | None = None, tier: Tier = Tier.NVME,
+        folders: SwapFolders | None = None,
     ) -> None:  # fmt: skip
         self._device = device
         self._ledger = ledger
         self._host = HostMemory(device, pin=pin, ledger=ledger)
-        self._memory = host_pool(self._host, ledger=ledger, holds_values=open_file is None)
-        self._drive: GrowablePool | None = None if open_file is None else file_pool(open_file, tier, ledger=ledger)
+        self._memory = HostPool(self._host, ledger=ledger, holds_values=folders is None)
+        self._drive = None if folders is None else FilePool(folders, ledger=ledger)
         self._buffer_count = buffer_count
         self._overlap = overlap
         self._lock = threading.Lock()

@@ -14,10 +14,10 @@ The files that one rank's values go to while a model is being built, and the mem
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +28,11 @@ from infinity.memory.drives import free_nvme_nbytes
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import Partition
 from infinity.memory.resizable_buffer import page_aligned
-from infinity.memory.tiers.base import MemoryBackend, QueueOptions, TierBackend
+from infinity.memory.tiers.base import Folders, MemoryBackend, QueueOptions, TierBackend
+from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory
+from infinity.memory.tiers.registry import backend_of
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, Key, Kind, Tier, align_up
 
 
@@ -60,15 +62,13 @@ class PoolBuffer:
         return int(self.memory.storage_offset())
 
 
-class GrowablePool:
+class GrowablePool(ABC):
     """Hands out pieces and takes them back. holds_values: values live in the pieces and do not only pass through."""
 
     def __init__(
-        self, tier: Tier, make: Callable[[int], PoolBlock], *, ledger: Ledger, holds_values: bool, owner: str,
-        least_nbytes: int = 0,
-    ) -> None:  # fmt: skip
+        self, tier: Tier, *, ledger: Ledger, holds_values: bool, owner: str, least_nbytes: int = 0
+    ) -> None:
         self._tier = tier
-        self._make = make
         self._ledger = ledger
         self._kind = Kind.ACTIVATION if holds_values else Kind.POOL
         self._owner = owner
@@ -110,7 +110,11 @@ class GrowablePool:
         """
         size = max(piece_nbytes(nbytes), self._least_nbytes)
         with self._ledger.taking(self._tier, {Kind.POOL: size}, self._owner):
-            self._blocks.append(self._make(size))
+            self._blocks.append(self._reserve(size))
+
+    @abstractmethod
+    def _reserve(self, nbytes: int) -> PoolBlock:
+        """Take `nbytes` bytes of the system."""
 
     def give(self, piece: PoolBuffer) -> None:
         """Return a piece."""
@@ -150,29 +154,49 @@ class GrowablePool:
                 self._ledger.add(self._tier, kind, amount)
 
 
-def host_pool(host: HostMemory, *, ledger: Ledger, holds_values: bool) -> GrowablePool:
+class HostPool(GrowablePool):
     """Slabs in CPU memory, pinned where `host` pins."""
-    return GrowablePool(
-        Tier.CPU, lambda nbytes: PoolBlock(_HostArena("checkpoints", host, nbytes)), ledger=ledger,
-        holds_values=holds_values, owner="activation checkpoints" if holds_values else "staging of checkpoints",
-    )  # fmt: skip
+
+    def __init__(self, host: HostMemory, *, ledger: Ledger, holds_values: bool) -> None:
+        owner = "activation checkpoints" if holds_values else "staging of checkpoints"
+        super().__init__(Tier.CPU, ledger=ledger, holds_values=holds_values, owner=owner)
+        self._host = host
+
+    def _reserve(self, nbytes: int) -> PoolBlock:
+        return PoolBlock(_HostArena("checkpoints", self._host, nbytes))
 
 
-def file_pool(open_file: Callable[[int], TierBackend], tier: Tier, *, ledger: Ledger) -> GrowablePool:
-    """Slabs that are swap files on a tier; `open_file` makes one of so many bytes."""
+@dataclass(frozen=True)
+class SwapFolders:
+    """Where one rank makes its swap files on a tier: a folder on each of its drives."""
 
-    def make(nbytes: int) -> PoolBlock:
-        file = open_file(nbytes)
-        # An arena of places: nothing is ever read or written in a tensor without memory.
-        return PoolBlock(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), file)
+    tier: Tier
+    paths: Folders
+    rank: int
+    options: QueueOptions
 
-    return GrowablePool(
-        tier, make, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=FILE_NBYTES
-    )
+    def open(self, nbytes: int) -> TierBackend:
+        """Make a swap file of `nbytes` bytes. TransferError or CapacityError where the drive has no room."""
+        return backend_of(self.tier).open(self.paths, nbytes=nbytes, rank=self.rank, options=self.options)
 
 
 # The least size of a file: the first ones of a first step would be many and small.
 FILE_NBYTES = 64 << 20
+
+
+class FilePool(GrowablePool):
+    """Slabs that are swap files."""
+
+    def __init__(self, folders: SwapFolders, *, ledger: Ledger) -> None:
+        super().__init__(
+            folders.tier, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=FILE_NBYTES
+        )
+        self._folders = folders
+
+    def _reserve(self, nbytes: int) -> PoolBlock:
+        file = self._folders.open(nbytes)
+        # An arena of places: nothing is ever read or written in a tensor without memory.
+        return PoolBlock(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), file)
 
 
 class _HostArena(Arena):
@@ -192,63 +216,44 @@ _PART_NBYTES = 8 << 20
 _OFFLOADED_PARTS_MAX = 4
 
 
-class Refuge(Protocol):
-    """Where partitions go."""
-
-    # The tier that the ledger books them on.
-    tier: Tier
-
-    def put(self, key: Key, source: Tensor) -> None:
-        """Keep a copy of `source` (uint8, flat)."""
-
-    def get(self, key: Key, target: Tensor) -> None:
-        """Copy what `put` has kept into `target`; it stays until `forget`."""
-
-    def forget(self, key: Key) -> None:
-        """Give up what `put` has kept."""
-
-    def close(self) -> None:
-        """Give up everything."""
-
-
 class MemoryRefuge:
-    """A buffer in CPU memory for each partition. settle: waits for copies that the device still makes."""
+    """A buffer in CPU memory for each partition."""
 
     tier = Tier.CPU
 
-    def __init__(self, memory: MemoryBackend, settle: Callable[[], None]) -> None:
+    def __init__(self, memory: MemoryBackend, device: Device) -> None:
         self._memory = memory
-        self._settle = settle
+        self._device = device
         self._buffers: dict[Key, Tensor] = {}
 
     def put(self, key: Key, source: Tensor) -> None:
-        """See `Refuge`."""
+        """Keep a copy of `source` (uint8, flat)."""
         buffer = self._memory.allocate(source.numel())
         buffer.copy_(source)
-        self._settle()
+        self._device.synchronize()
         self._buffers[key] = buffer
 
     def get(self, key: Key, target: Tensor) -> None:
-        """See `Refuge`."""
+        """Copy what `put` has kept into `target`; it stays until `forget`."""
         target.copy_(self._buffers[key])
-        self._settle()
+        self._device.synchronize()
 
     def forget(self, key: Key) -> None:
-        """See `Refuge`."""
+        """Give up what `put` has kept."""
         self._memory.release(self._buffers.pop(key))
 
     def close(self) -> None:
-        """See `Refuge`."""
+        """Give up everything."""
         self._buffers.clear()
         self._memory.close()
 
 
 class DriveRefuge:
-    """A swap file that is removed with its last partition. open_file: reserves bytes on the drive; called at once."""
+    """A swap file that is removed with its last partition."""
 
     tier = Tier.NVME
 
-    def __init__(self, open_file: Callable[[int], TierBackend], sizes: dict[Key, int]) -> None:
+    def __init__(self, folders: SwapFolders, sizes: dict[Key, int]) -> None:
         self._offsets: dict[Key, int] = {}
         # Those that are in the file: an error may leave others out.
         self._held: set[Key] = set()
@@ -256,10 +261,10 @@ class DriveRefuge:
         for key, nbytes in sizes.items():
             self._offsets[key] = end
             end += align_up(nbytes, EXTENT_ALIGNMENT)
-        self._file: TierBackend | None = open_file(end)
+        self._file: TierBackend | None = folders.open(end)
 
     def put(self, key: Key, source: Tensor) -> None:
-        """See `Refuge`. Through memory of a few parts, from where direct I/O writes."""
+        """See `MemoryRefuge`. Through memory of a few parts, from where direct I/O writes."""
         assert self._file is not None
         offset, writing = self._offsets[key], deque[tuple[Transfer, Tensor]]()
         try:
@@ -275,7 +280,7 @@ class DriveRefuge:
         self._held.add(key)
 
     def get(self, key: Key, target: Tensor) -> None:
-        """See `Refuge`."""
+        """See `MemoryRefuge`."""
         assert self._file is not None
         offset, reading = self._offsets[key], deque[tuple[Transfer, Tensor, Tensor]]()
         rooms: list[Tensor] = []
@@ -297,13 +302,13 @@ class DriveRefuge:
             arrive()
 
     def forget(self, key: Key) -> None:
-        """See `Refuge`."""
+        """See `MemoryRefuge`."""
         self._held.remove(key)
         if not self._held:
             self.close()
 
     def close(self) -> None:
-        """See `Refuge`."""
+        """See `MemoryRefuge`."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -315,6 +320,9 @@ def _room(writing: deque[tuple[Transfer, Tensor]]) -> Tensor:
     transfer, room = writing.popleft()
     transfer.wait()
     return room
+
+
+Refuge = MemoryRefuge | DriveRefuge
 
 
 class Offloaded:

@@ -28,7 +28,7 @@ from infinity.memory.drives import queue_options
 from infinity.memory.ledger import Ledger, PoolUse
 from infinity.memory.partition import Partition, State
 from infinity.memory.residency import Buffers, Residency
-from infinity.memory.scratch import Offloaded, Refuge
+from infinity.memory.scratch import Offloaded, Refuge, SwapFolders
 from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
@@ -466,11 +466,9 @@ def open_activation_tier(
     tier = Tier.named(config.checkpoint_tier)
     if tier.on_device:
         return None
-    section, path, open_file = config.config.activation_checkpointing.offload, config.checkpoint_nvme_path, None
-    if path is not None:
-        options = queue_options(config, path)
-        open_file = lambda nbytes: backend_of(tier).open(path, nbytes=nbytes, rank=rank, options=options)  # noqa: E731
+    section, paths = config.config.activation_checkpointing.offload, config.checkpoint_nvme_path
+    folders = None if paths is None else SwapFolders(tier, paths, rank, queue_options(config, paths))
     return ActivationTier(
         device, ledger=ledger, pin=section.pin_memory, buffer_count=section.buffer_count,
-        overlap=config.config.overlap, open_file=open_file, tier=tier,
+        overlap=config.config.overlap, folders=folders,
     )  # fmt: skip

@@ -1,20 +1,15 @@
-"""The result of `engine.memory()`: this rank's bytes by tier and kind, as data that prints as a table.
-
-Where an engine's bytes are: the report of `engine.memory()`, and the part of it that an error shows.
+"""What an engine shows of its memory: the report of `engine.memory()`, a table of bytes by tier and kind.
 
 The ledger books tiers and kinds. The owners of the bytes are not booked: each report derives them from the partitions,
-the units and the plan.
-
-What an engine shows while it runs: the memory breakdown, a timeline of one step, and errors that carry the ledger.
-
-The engine calls it from the loop's verbs; it never changes what they do.
+the units and the plan. `Observer` makes the reports: the engine calls it from the loop's verbs, and it changes nothing
+of what they do.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,19 +17,17 @@ import psutil
 import torch
 from torch import nn
 
-from infinity.base import trace
 from infinity.config.schema import Config
+from infinity.distributed.groups import ProcessGroups
 from infinity.errors import TierMemoryError
 from infinity.log import logger
 from infinity.memory.ledger import Ledger, MemoryRefused, PoolUse, is_refusal, mb
 from infinity.memory.partition import Partition
-from infinity.memory.residency import POOLS, PartitionExtent
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.observability.timeline import Timeline
 from infinity.plan.plan import Plan
-from infinity.plan.types import Key, Kind, Tier
-from infinity.zero.coordinator import ModuleCall
+from infinity.plan.types import Kind, Tier
 from infinity.zero.parameter import is_released
 from infinity.zero.unit import Unit
 
@@ -196,98 +189,6 @@ SHARED = "(shared)"
 Table = dict[str, dict[str, dict[str, int]]]
 
 
-class Breakdown:
-    """Reads what an engine holds, and changes nothing."""
-
-    def __init__(
-        self, plan: Plan, ledger: Ledger, store: TieredStore, units: Sequence[Unit], device: Device
-    ) -> None:
-        self._plan = plan
-        self._ledger = ledger
-        self._store = store
-        self._units = units
-        self._device = device
-
-    def report(self, *, by_unit: bool = False) -> MemoryReport:
-        """Return the report of this moment."""
-        in_process = (Tier.CPU,) if self._device.own_memory else (Tier.CPU, Tier.GPU)
-        resident, mapped = resident_nbytes()
-        process = Process(
-            resident=resident, mapped=mapped, in_process=in_process, device=self._device.allocated_nbytes(),
-            reserved=self._device.reserved_nbytes(),
-        )  # fmt: skip
-        return MemoryReport.of(
-            self._ledger, process, pools=self._store.pools(), by_unit=self.by_unit() if by_unit else None
-        )
-
-    def by_unit(self) -> Table:
-        """Return tier -> kind -> unit -> bytes of this moment. Sums over units equal the ledger's entries."""
-        found: Counter[tuple[Tier, Kind, str]] = Counter()
-        for partition, own in self._store.held():
-            if own and (partition.on_drive or partition.buffer is not None):
-                for unit, kind, nbytes in self._owners(partition):
-                    found[partition.spec.home, kind, unit] += nbytes
-            if partition.on_drive and partition.buffer is not None:
-                for unit, _, nbytes in self._owners(partition):
-                    found[Tier.CPU, Kind.POOL, unit] += nbytes
-        for each in self._units:
-            if each.buffer.has_bytes:
-                for kind, nbytes in each.buffer.kinds.items():
-                    found[Tier.GPU, kind, each.layout.name] += nbytes
-        table: Table = {tier.value: {} for tier in Tier}
-        for (tier, kind), booked in self._ledger.now.items():
-            units = {unit: n for (where, what, unit), n in found.items() if (where, what) == (tier, kind) and n}
-            rest = booked - sum(units.values())
-            if units or rest:
-                table[tier.value][kind.value] = {**units, **({SHARED: rest} if rest else {})}
-        return table
-
-    def tell_levels(self) -> None:
-        """Put the present levels into the recording that has just begun; changes are recorded where they happen."""
-        for (tier, kind), nbytes in self._ledger.now.items():
-            trace.level(tier.value, kind.value, nbytes)
-        for name, pool in self._store.pools().items():
-            trace.level(POOLS, name, pool.used)
-
-    def name(self, subject: object) -> str:
-        """Return the name of a recording's subject: the units that it belongs to."""
-        if isinstance(subject, ModuleCall):
-            return ", ".join(unit.layout.name for unit in subject.units) or "the whole model"
-        if isinstance(subject, PartitionExtent):
-            subject = subject.key
-        return self._key_name(subject) if isinstance(subject, Key) else str(subject)
-
-    def _key_name(self, key: Key) -> str:
-        if key.kind is not Kind.STATES:
-            return f"{key.kind.value} of {self._plan.layouts[key.index].name}"
-        pieces = self._plan.sub_groups[key.index].slices
-        more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
-        return f"{key}: {self._plan.layouts[pieces[0].unit].name}{more}" if pieces else str(key)
-
-    def explain(self, error: BaseException, what: str, advice: str) -> MemoryRefused | None:
-        """Return a MemoryRefused with the ledger, if `error` means that memory ran out in `what`; None for others."""
-        if isinstance(error, TierMemoryError) or not is_refusal(error):
-            # A TierMemoryError has its numbers already.
-            return None
-        tier = Tier.GPU if self._device.own_memory and isinstance(error, torch.OutOfMemoryError) else Tier.CPU
-        report = self.report()
-        return MemoryRefused(
-            f"no memory in {what}: {error}\n{advice}\n{report}", tier=tier.value, kind="activations",
-            used=self._ledger.total(tier), limit=self._ledger.limits.of(tier), owners=self._ledger.owners(tier),
-        )  # fmt: skip
-
-    def _owners(self, partition: Partition) -> Iterator[tuple[str, Kind, int]]:
-        """Yield (unit, kind, bytes) of a partition; a sub-group's states belong to the units of its slices."""
-        key = partition.key
-        for section in partition.spec.sections:
-            if key.kind is not Kind.STATES:
-                yield self._plan.layouts[key.index].name, section.kind, section.nbytes
-                continue
-            width = section.nbytes // max(section.numel, 1)
-            for piece in self._plan.sub_groups[key.index].slices:
-                yield self._plan.layouts[piece.unit].name, section.kind, piece.numel * width
-
-
 def resident_nbytes() -> tuple[int, int]:
     """Return this process's resident bytes, and the part that maps files or is shared (0 where the system does not
     report it).
@@ -330,40 +231,56 @@ _AFTER = {
         "go on with less."
     ),
 }
-_OTHERS = " The other ranks are told, and end."
 
 
 class Observer:
-    """The reports of one engine."""
+    """The reports of one engine: of its memory, of one step's times, and of errors that mean that memory ran out."""
 
     def __init__(
-        self, breakdown: Breakdown, config: Config, *, rank: int, world_size: int,
-        tell: Callable[[list[Any]], list[list[Any]]] | None = None,
+        self, plan: Plan, ledger: Ledger, store: TieredStore, units: Sequence[Unit], device: Device, config: Config,
+        groups: ProcessGroups,
     ) -> None:  # fmt: skip
-        """tell: as in `Timeline`."""
-        self._tell = tell
-        self._breakdown = breakdown
+        self._plan, self._ledger, self._store = plan, ledger, store
+        self._units, self._device = units, device
         self._config = config
-        self._rank = rank
-        self._alone = world_size == 1
+        self._groups = groups
         self._timed: Timeline | None = None
 
     def report(self, *, by_unit: bool) -> MemoryReport:
         """See `Engine.memory`."""
-        return self._breakdown.report(by_unit=by_unit)
+        in_process = (Tier.CPU,) if self._device.own_memory else (Tier.CPU, Tier.GPU)
+        resident, mapped = resident_nbytes()
+        process = Process(
+            resident=resident, mapped=mapped, in_process=in_process, device=self._device.allocated_nbytes(),
+            reserved=self._device.reserved_nbytes(),
+        )  # fmt: skip
+        return MemoryReport.of(
+            self._ledger, process, pools=self._store.pools(), by_unit=self._by_unit() if by_unit else None
+        )
 
     def timeline(self, path: str | os.PathLike[str] | None) -> Timeline:
         """See `Engine.timeline`."""
         return Timeline(
-            path, rank=self._rank, describe=self._breakdown.name, begin=self._breakdown.tell_levels, tell=self._tell
-        )
+            path, rank=self._groups.ranks.rank, plan=self._plan, store=self._store, ledger=self._ledger,
+            pipeline=self._groups.pipeline,
+        )  # fmt: skip
 
     def explain(self, error: BaseException, phase: str, *, broken: str) -> MemoryRefused | None:
         """Return a MemoryRefused that shows the ledger, for an error that means that memory ran out in `phase`; None
         for any other. broken: why the engine cannot go on; "" where it can.
         """
-        after = f"This engine cannot go on: {broken}." if broken else _AFTER[phase]
-        return self._breakdown.explain(error, phase, after + ("" if self._alone else _OTHERS))
+        if isinstance(error, TierMemoryError) or not is_refusal(error):
+            # A TierMemoryError has its numbers already.
+            return None
+        advice = f"This engine cannot go on: {broken}." if broken else _AFTER[phase]
+        if self._groups.ranks.world_size > 1:
+            advice += " The other ranks are told, and end."
+        tier = Tier.GPU if self._device.own_memory and isinstance(error, torch.OutOfMemoryError) else Tier.CPU
+        return MemoryRefused(
+            f"no memory in {phase}: {error}\n{advice}\n{self.report(by_unit=False)}", tier=tier.value,
+            kind="activations", used=self._ledger.total(tier), limit=self._ledger.limits.of(tier),
+            owners=self._ledger.owners(tier),
+        )  # fmt: skip
 
     def begin_step(self, step: int) -> None:
         """Note that a forward of optimizer step `step` (from 1 on) begins; start the recording that the configuration
@@ -382,9 +299,43 @@ class Observer:
             logger.info("%s: %s", timed.path, timed)
         every = self._config.steps_per_print
         if self._config.memory_breakdown and (step == 1 or (every and step % every == 0)):
-            logger.info("memory of rank %d after step %d:\n%s", self._rank, step, self.report(by_unit=False))
+            rank = self._groups.ranks.rank
+            logger.info("memory of rank %d after step %d:\n%s", rank, step, self.report(by_unit=False))
 
     def close(self) -> None:
         """Abandon a recording whose step did not end."""
         if self._timed is not None:
             self._timed.abandon()
+
+    def _by_unit(self) -> Table:
+        """Return tier -> kind -> unit -> bytes of this moment. Sums over units equal the ledger's entries."""
+        found: Counter[tuple[Tier, Kind, str]] = Counter()
+        for partition, own in self._store.held():
+            if own and (partition.on_drive or partition.buffer is not None):
+                for unit, kind, nbytes in self._owners(partition):
+                    found[partition.spec.home, kind, unit] += nbytes
+            if partition.on_drive and partition.buffer is not None:
+                for unit, _, nbytes in self._owners(partition):
+                    found[Tier.CPU, Kind.POOL, unit] += nbytes
+        for each in self._units:
+            if each.buffer.has_bytes:
+                for kind, nbytes in each.buffer.kinds.items():
+                    found[Tier.GPU, kind, each.layout.name] += nbytes
+        table: Table = {tier.value: {} for tier in Tier}
+        for (tier, kind), booked in self._ledger.now.items():
+            units = {unit: n for (where, what, unit), n in found.items() if (where, what) == (tier, kind) and n}
+            rest = booked - sum(units.values())
+            if units or rest:
+                table[tier.value][kind.value] = {**units, **({SHARED: rest} if rest else {})}
+        return table
+
+    def _owners(self, partition: Partition) -> Iterator[tuple[str, Kind, int]]:
+        """Yield (unit, kind, bytes) of a partition; a sub-group's states belong to the units of its slices."""
+        key = partition.key
+        for section in partition.spec.sections:
+            if key.kind is not Kind.STATES:
+                yield self._plan.layouts[key.index].name, section.kind, section.nbytes
+                continue
+            width = section.nbytes // max(section.numel, 1)
+            for piece in self._plan.sub_groups[key.index].slices:
+                yield self._plan.layouts[piece.unit].name, section.kind, piece.numel * width

@@ -26,6 +26,14 @@ from typing import Any, NamedTuple
 
 from infinity.base import palette, trace
 from infinity.base.trace import OUTSIDE, AsyncSpan, Recording, Span
+from infinity.distributed.axis_group import AxisGroup
+from infinity.distributed.collectives import exchange_values
+from infinity.memory.ledger import Ledger
+from infinity.memory.residency import POOLS, PartitionExtent
+from infinity.memory.store import TieredStore
+from infinity.plan.plan import Plan
+from infinity.plan.types import Key, Kind
+from infinity.zero.coordinator import ModuleCall
 
 SUFFIXES = (".html", ".json")
 _PAGE = Path(__file__).with_suffix(".html")
@@ -83,19 +91,22 @@ class Timeline:
     """Records while its block runs. `path` is written when the block ends."""
 
     def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, rank: int = 0, describe: Callable[[Any], str] = str,
-        begin: Callable[[], None] = lambda: None, tell: Callable[[list[Any]], list[list[Any]]] | None = None,
+        self, path: str | os.PathLike[str] | None = None, *, rank: int = 0, plan: Plan | None = None,
+        store: TieredStore | None = None, ledger: Ledger | None = None, pipeline: AxisGroup | None = None,
     ) -> None:  # fmt: skip
-        """tell: gives what this rank says to those that it shares a pipeline with, and returns what each said."""
+        """plan: has the names of what moves. store, ledger: know what memory holds when it starts. pipeline: the ranks
+        that tell each other their stages.
+        """
         self.path = None if path is None else _of_rank(_checked(path), rank)
         self.rank = rank
         self.lanes: tuple[TimelineRow, ...] = ()
         self.seconds = 0.0
         # (ns, tier, kind, bytes) at every change.
         self.levels: tuple[tuple[int, str, str, int], ...] = ()
-        self._describe = describe
-        self._begin = begin
-        self._tell = tell
+        self._plan = plan
+        self._store = store
+        self._ledger = ledger
+        self._pipeline = pipeline
         self._recording: Recording | None = None
         self._origin = 0
 
@@ -106,8 +117,12 @@ class Timeline:
 
     def start(self) -> None:
         """Begin to record. RuntimeError while another timeline is recording."""
-        self._recording = trace.start_recording(self._describe)
-        self._begin()
+        self._recording = trace.start_recording()
+        # What there is; changes are recorded where they happen.
+        for (tier, kind), nbytes in self._ledger.now.items() if self._ledger is not None else ():
+            trace.level(tier.value, kind.value, nbytes)
+        for name, pool in self._store.pools().items() if self._store is not None else ():
+            trace.level(POOLS, name, pool.used)
 
     def stop(self) -> None:
         """End the recording, and write the file."""
@@ -117,7 +132,7 @@ class Timeline:
         recording.stop()
         self._origin = recording.begin
         self.seconds = (recording.end - recording.begin) / 1e9
-        own, phases, *others = _lanes(recording)
+        own, phases, *others = _lanes(recording, self._name)
         self.lanes = tuple(lane for lane in (own, phases, *self._stages(phases), *others) if lane.bars)
         self.levels = tuple(
             (max(level.at - recording.begin, 0), level.tier, level.kind, level.nbytes) for level in recording.levels
@@ -129,15 +144,28 @@ class Timeline:
         """A lane for each rank of the pipeline: its forwards and backwards, such as "2F0", that of micro-batch 0 in
         stage 2. Ranks of one node share a clock.
         """
-        if self._tell is None:
+        if self._pipeline is None or self._pipeline.size == 1:
             return
         mine = [[bar.begin + self._origin, bar.end + self._origin, bar.cause, bar.subject] for bar in phases.bars]
-        for index, bars in enumerate(self._tell(mine)):
+        for index, bars in enumerate(exchange_values(mine, self._pipeline, "a timeline's stages")):
             shown = (
                 Bar(begin - self._origin, end - self._origin, trace.PHASE, cause, subject)
                 for begin, end, cause, subject in bars
             )
             yield TimelineRow(f"{PIPELINE} {index}", tuple(bar for bar in shown if bar.end > 0), flat=True)
+
+    def _name(self, subject: object) -> str:
+        """The name of a recording's subject: the units that it belongs to."""
+        if isinstance(subject, ModuleCall):
+            return ", ".join(unit.layout.name for unit in subject.units) or "the whole model"
+        key = subject.key if isinstance(subject, PartitionExtent) else subject
+        if self._plan is None or not isinstance(key, Key):
+            return str(subject)
+        if key.kind is not Kind.STATES:
+            return f"{key.kind.value} of {self._plan.layouts[key.index].name}"
+        pieces = self._plan.sub_groups[key.index].slices
+        more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
+        return f"{key}: {self._plan.layouts[pieces[0].unit].name}{more}" if pieces else str(key)
 
     def abandon(self) -> None:
         """End the recording without a result; do nothing when there is none."""
@@ -268,10 +296,9 @@ def _empty_page() -> str:
     return text
 
 
-def _lanes(recording: Recording) -> Iterable[TimelineRow]:
+def _lanes(recording: Recording, describe: Callable[[object], str]) -> Iterable[TimelineRow]:
     """Return the program's lane first, then those beside it, the busiest transfers last."""
     origin = recording.begin
-    describe = recording.describe
     apart = {thread for thread, name in recording.threads.items() if name.startswith(trace.BESIDE)}
     behind = {thread for thread in apart if recording.threads[thread].startswith(_OPTIMIZER)}
     # On an accelerator backward runs on one of autograd's threads while the program waits: they are one lane.

@@ -71,17 +71,11 @@ With = TypeVar("With")
 class ReadyQueue(Generic[With]):
     """Sub-groups that are ready to be stepped, each with something of its step.
 
-    order: all that may be, those that are needed first in front. fetch: asks for one to be brought into memory, or to
-    stay there; False where there is no room. in_memory: whether one is there, or on its way. The program adds while
-    another thread takes.
+    order: all that may be, those that are needed first in front. The program adds while another thread takes.
     """
 
-    def __init__(
-        self, order: Iterable[SubGroup], *, fetch: Callable[[SubGroup], bool], in_memory: Callable[[SubGroup], bool]
-    ) -> None:
+    def __init__(self, order: Iterable[SubGroup]) -> None:
         self._rank = {group.index: rank for rank, group in enumerate(order)}
-        self._fetch = fetch
-        self._in_memory = in_memory
         self._soon: deque[tuple[SubGroup, With]] = deque()
         # By rank, which is of one alone; and heaps of those ranks, of all and by unit, with some that are gone.
         self._later: dict[int, tuple[SubGroup, With]] = {}
@@ -94,11 +88,11 @@ class ReadyQueue(Generic[With]):
     def __len__(self) -> int:
         return len(self._soon) + len(self._later)
 
-    def add(self, groups: Sequence[SubGroup], what: With) -> None:
-        """These are ready."""
+    def add(self, groups: Sequence[SubGroup], what: With, in_memory: Callable[[SubGroup], bool]) -> None:
+        """These are ready. in_memory: whether one is there, or on its way."""
         with self._lock:
             for group in groups:
-                if self._in_memory(group):
+                if in_memory(group):
                     self._soon.append((group, what))
                     continue
                 rank = self._rank[group.index]
@@ -107,13 +101,15 @@ class ReadyQueue(Generic[With]):
                 for piece in group.slices:
                     heappush(self._ranks_of.setdefault(piece.unit, []), rank)
 
-    def fetch(self, count: int) -> None:
-        """Have `count` in memory or on their way."""
+    def fetch(self, count: int, begin: Callable[[SubGroup], bool]) -> None:
+        """Have `count` in memory or on their way. begin: asks for one to be brought there, or to stay; False where
+        there is no room.
+        """
         with self._lock:
             for group, _ in islice(self._soon, count):
-                if not self._fetch(group):
+                if not begin(group):
                     return
-            while self._later and len(self._soon) < count and self._fetch(self._later[self._first()][0]):
+            while self._later and len(self._soon) < count and begin(self._later[self._first()][0]):
                 self._soon.append(self._pop())
 
     def take(self) -> tuple[SubGroup, With]:

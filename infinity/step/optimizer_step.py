@@ -471,7 +471,7 @@ class OptimizerStep:
     def _let_step(self, behind: StepPass, context: StepContext, groups: Sequence[SubGroup]) -> None:
         """Make these sub-groups ready, and let the worker step as many: those whose turn it is."""
         behind.add(groups, context)
-        behind.fetch_next()
+        behind.fetch_ahead()
         if groups:
             assert behind.reservation is not None
             self._worker.submit(behind.reservation, behind.run, len(groups), self._worker.stopping)

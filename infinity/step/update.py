@@ -179,9 +179,7 @@ class StepPass:
         self._updater = updater
         # How many sub-groups are still to use each partition.
         self._uses = Counter(touched_by(order))
-        self._ready: ReadyQueue[StepContext] = ReadyQueue(
-            order, fetch=partial(prefetch, store, reservation), in_memory=partial(in_memory, store)
-        )
+        self._ready = ReadyQueue[StepContext](order)
 
     def reserve(self, groups: Sequence[SubGroup]) -> None:
         """Hold the partitions of these sub-groups until they are stepped."""
@@ -191,11 +189,11 @@ class StepPass:
     def add(self, groups: Sequence[SubGroup], context: StepContext) -> None:
         """Make these sub-groups ready."""
         self.begun.update(group.index for group in groups)
-        self._ready.add(groups, context)
+        self._ready.add(groups, context, partial(in_memory, self._store))
 
-    def fetch_next(self) -> None:
-        """Begin to fetch the sub-group that is next."""
-        self._ready.fetch(1)
+    def fetch_ahead(self, count: int = 1) -> None:
+        """Begin to fetch the sub-groups that are next, as far as there is room."""
+        self._ready.fetch(count, partial(prefetch, self._store, self.reservation))
 
     def run(self, count: int, stopping: threading.Event) -> None:
         """Step `count` ready sub-groups, one after the other; end early if `stopping` is set or the store refuses."""
@@ -207,7 +205,7 @@ class StepPass:
             done: list[Key] = []
             try:
                 group, context = self._ready.take()
-                self._ready.fetch(STEP_READS)
+                self.fetch_ahead(STEP_READS)
                 keys = touched_by([group])
                 self._uses.subtract(keys)
                 self._updater.update(group, context, self.reservation)

@@ -168,7 +168,7 @@ def test_a_timeline_names_what_each_of_two_tiers_of_drives_moves(tmp_path: Path,
         specs = engine.plan.partitions
         starts = [spec.key for spec in specs if spec.extent is not None and spec.extent.offset == 0]
         assert [key.kind for key in starts] == [Kind.PARAM, Kind.STATES], "each tier begins at its byte 0"
-        names = {engine._runtime.observer._breakdown.name(key) for key in starts}
+        names = {timeline._name(key) for key in starts}
         assert len(names) == 2 and names <= moved
 
     train(Case(), on(tmp_path, "nvme", "archive"), look=look)

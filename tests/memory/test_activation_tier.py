@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,9 +39,8 @@ class Bench:
             self.files.append(SimulatedTier(nbytes, seed=seed + len(self.files), polls_max=polls_max, faults=faults))
             return self.files[-1]
 
-        self.tier = ActivationTier(
-            device, ledger=self.ledger, open_file=open_file if home == "nvme" else None, **options
-        )
+        folders = SimpleNamespace(tier=Tier.NVME, open=open_file) if home == "nvme" else None
+        self.tier = ActivationTier(device, ledger=self.ledger, folders=folders, **options)
 
     def quiet(self) -> None:
         """Let everything in flight end."""
