@@ -29,8 +29,8 @@ from infinity.memory.transaction import Snapshot
 
 # Runs a named part of a save on every rank, and returns all ranks' values (JSON).
 Together = Callable[[str, Callable[[], Any]], list[Any]]
-# A save: given how all ranks work together, and what it calls while this rank works alone.
-Job = Callable[[Together, Callable[[], None]], None]
+# A save: given how all ranks work together, and the mailbox that says that this one makes progress.
+Job = Callable[[Together, StoreMailbox], None]
 
 _UNTOUCHED = "The checkpoints before it are as they were"
 
@@ -121,7 +121,7 @@ class Background:
 
         try:
             with self._device.on_stream(stream):
-                job(on_all_ranks, mailbox.alive)
+                job(on_all_ranks, mailbox)
         except BaseException as error:
             self._error = error
         finally:

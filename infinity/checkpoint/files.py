@@ -34,6 +34,7 @@ from infinity.checkpoint.format import (
     inside,
 )
 from infinity.errors import CheckpointError, TransferError
+from infinity.log import PhaseProgress
 from infinity.memory.partition import DTYPES
 from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.shard_copy import spread_shard
@@ -147,11 +148,12 @@ class Writer:
         self._requests[index].append(request)
         self._staging.used_by(request, ago)
 
-    def wait(self, index: int, tell: Callable[[int], None] = lambda nbytes: None) -> FileExtent:
-        """Block until an extent is written; record its checksums. tell: called with every block's bytes."""
+    def wait(self, index: int, progress: PhaseProgress | None = None) -> FileExtent:
+        """Block until an extent is written; record its checksums."""
         for request in self._requests[index]:
             request.wait()
-            tell(request.nbytes)
+            if progress is not None:
+                progress.advance(request.nbytes)
         blocks = tuple(request.checksum or 0 for request in self._requests.pop(index))
         old = self._extents[index]
         self._extents[index] = FileExtent(old.file, old.offset, old.nbytes, blocks)
@@ -183,16 +185,14 @@ class Writer:
 class BlockReader:
     """Reads blocks of extents, and verifies all that it reads. Use as a context manager.
 
-    queue: used and left open; without one the reader makes and closes its own. tell: called with every block's bytes.
+    queue: used and left open; without one the reader makes and closes its own.
     """
 
-    def __init__(
-        self, folder: Path, queue: Queue | None = None, tell: Callable[[int], None] = lambda nbytes: None
-    ) -> None:
+    def __init__(self, folder: Path, queue: Queue | None = None, progress: PhaseProgress | None = None) -> None:
         self.folder = folder
         self._own = Queue() if queue is None else None
         self._queue = queue if queue is not None else self._own
-        self._tell = tell
+        self._progress = progress
         # Open files, the most recently used last: a checkpoint of many ranks has many.
         self._files: OrderedDict[str, File] = OrderedDict()
 
@@ -255,7 +255,8 @@ class BlockReader:
                 f"{error.nbytes} bytes at offset {error.offset} are not those that were written ({error.reason})",
                 "Load an older checkpoint",
             ) from error
-        self._tell(request.nbytes)
+        if self._progress is not None:
+            self._progress.advance(request.nbytes)
         return request.nbytes
 
 
@@ -264,9 +265,9 @@ class ExtentReader(BlockReader):
 
     def __init__(
         self, folder: Path, manifest: Manifest, indexes: Sequence[RankIndex], queue: Queue | None = None,
-        tell: Callable[[int], None] = lambda nbytes: None,
+        progress: PhaseProgress | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(folder, queue, tell)
+        super().__init__(folder, queue, progress)
         self.manifest = manifest
         self.indexes = indexes
         # Blocks of which only a part was read, the most recent last.

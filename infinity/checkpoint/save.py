@@ -39,6 +39,7 @@ from infinity.checkpoint.format import (
 )
 from infinity.checkpoint.pieces import FROZEN, WEIGHTS, TensorSpan
 from infinity.checkpoint.publish import remove_rank
+from infinity.distributed.mailbox import StoreMailbox
 from infinity.errors import CheckpointError
 from infinity.log import PhaseProgress, logger
 from infinity.memory.resizable_buffer import page_aligned
@@ -200,23 +201,23 @@ class Capture:
 
 def write(
     capture: Capture, source: PartitionSource, folder: Path, identity: str, queue: Queue, *, read_back: bool = False,
-    moved: Callable[[], None] = lambda: None,
+    mailbox: StoreMailbox | None = None,
 ) -> FileInfo:  # fmt: skip
     """Stream a capture from a source into `folder`, and write its index there; return the index's file.
 
-    read_back: read everything from the drive again and compare checksums. moved: called after every block. After a
-    failure no file of this rank is left.
+    read_back: read everything from the drive again and compare checksums. mailbox: of the ranks that wait for this one.
+    After a failure no file of this rank is left.
     """
-    tell = _teller(PhaseProgress(f"saving to {folder}", capture.nbytes), moved)
+    progress = _SaveProgress(f"saving to {folder}", capture.nbytes, mailbox)
     with ExitStack() as undo:
         undo.callback(lambda: remove_rank(folder, identity, capture.rank))
-        linked = _link_frozen(capture, source, folder, identity, queue, tell)
+        linked = _link_frozen(capture, source, folder, identity, queue, progress)
         left = [piece for piece in capture.pieces if linked is None or piece.part != FROZEN]
-        written = _Files(capture, left, folder, identity, queue, tell).run(source)
+        written = _Files(capture, left, folder, identity, queue, progress).run(source)
         if read_back:
             new = [extent for extents, _ in written for extent in extents]
-            again = PhaseProgress(f"reading back {folder}", sum(extent.nbytes for extent in new))
-            _read_back(folder, new, queue, _teller(again, moved))
+            again = _SaveProgress(f"reading back {folder}", sum(extent.nbytes for extent in new), mailbox)
+            _read_back(folder, new, queue, again)
         if linked is not None:
             written.append(linked)
         files: dict[str, int] = {}
@@ -235,16 +236,22 @@ def write(
     return FileInfo(name, len(index), checksum(index))
 
 
-def _teller(progress: PhaseProgress, moved: Callable[[], None]) -> Callable[[int], None]:
-    def tell(nbytes: int) -> None:
-        progress.advance(nbytes)
-        moved()
+class _SaveProgress(PhaseProgress):
+    """Progress that those who wait for this rank see, too."""
 
-    return tell
+    def __init__(self, what: str, total_nbytes: int, mailbox: StoreMailbox | None) -> None:
+        super().__init__(what, total_nbytes)
+        self._mailbox = mailbox
+
+    def advance(self, nbytes: int) -> None:
+        """See `PhaseProgress.advance`; called after every block."""
+        super().advance(nbytes)
+        if self._mailbox is not None:
+            self._mailbox.alive()
 
 
-def _read_back(folder: Path, extents: Sequence[FileExtent], queue: Queue, tell: Callable[[int], None]) -> None:
-    with BlockReader(folder, queue, tell) as reader:
+def _read_back(folder: Path, extents: Sequence[FileExtent], queue: Queue, progress: PhaseProgress) -> None:
+    with BlockReader(folder, queue, progress) as reader:
         for _ in reader.verified(extents):
             pass
 
@@ -254,10 +261,10 @@ class _Files:
 
     def __init__(
         self, capture: Capture, pieces: Sequence[TensorSpan], folder: Path, identity: str, queue: Queue,
-        tell: Callable[[int], None],
+        progress: PhaseProgress,
     ) -> None:  # fmt: skip
         self._capture = capture
-        self._tell = tell
+        self._progress = progress
         self._by_key: dict[Key, list[TensorSpan]] = {}
         sizes: dict[str, list[int]] = {}
         for piece in pieces:
@@ -313,7 +320,7 @@ class _Files:
         while len(self._held) > count:
             lease, places = self._held[0]
             for writer, index in places:
-                writer.wait(index, self._tell)
+                writer.wait(index, self._progress)
             self._held.popleft()
             lease.close()
 
@@ -336,7 +343,7 @@ def _bytes_of(values: Tensor) -> Tensor:
 
 
 def _link_frozen(
-    capture: Capture, source: PartitionSource, folder: Path, identity: str, queue: Queue, tell: Callable[[int], None]
+    capture: Capture, source: PartitionSource, folder: Path, identity: str, queue: Queue, progress: PhaseProgress
 ) -> tuple[list[FileExtent], list[Array]] | None:
     """Hard-link an earlier checkpoint's file of frozen parameters, where it has the same values; return its extents.
 
@@ -374,7 +381,7 @@ def _link_frozen(
     try:
         if (held := (folder / name).stat().st_size) != nbytes:
             raise CheckpointError(folder / name, f"it has {held} bytes instead of {nbytes}", "Load an older checkpoint")
-        _read_back(folder, placed, queue, tell)
+        _read_back(folder, placed, queue, progress)
     except (CheckpointError, OSError) as error:
         # The damage must not spread into this checkpoint.
         logger.warning("%s is damaged; its frozen parameters are written anew: %s", earlier / file, error)

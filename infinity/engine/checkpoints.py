@@ -97,6 +97,7 @@ from infinity.checkpoint.run_state import (
 from infinity.checkpoint.save import Capture, LiveSource, PartitionSource, SnapshotSource, snapshot_of, write
 from infinity.checkpoint.weight_files import INDEX, SINGLE, WeightFolder
 from infinity.distributed.consistency import run_on_all_ranks
+from infinity.distributed.mailbox import StoreMailbox
 from infinity.engine.runtime import Runtime
 from infinity.errors import CheckpointError, ConfigError, TransferError
 from infinity.log import PhaseProgress, logger
@@ -174,24 +175,22 @@ class SaveContents:
 
 @dataclass(frozen=True)
 class Save:
-    """One save of this rank.
-
-    ask: runs a part on every rank and returns all ranks' values; an error of one is raised by every rank. moved: called
-    while this rank writes.
-    """
+    """One save of this rank."""
 
     runtime: Runtime
     request: SaveRequest
     contents: SaveContents
-    ask: Together
-    moved: Callable[[], None] = lambda: None
 
-    def run(self, source: PartitionSource) -> None:
-        """Write the partitions that `source` lends, and all the rest, and publish the checkpoint. Collective."""
+    def run(self, source: PartitionSource, ask: Together, mailbox: StoreMailbox | None = None) -> None:
+        """Write the partitions that `source` lends, and all the rest, and publish the checkpoint. Collective.
+
+        ask: runs a part on every rank and returns all ranks' values; an error of one is raised by every rank. mailbox:
+        as in `write`.
+        """
         with ExitStack() as stack:
-            target = self._claim(stack)
-            infos = self._write(source, target)
-            self._publish(target, infos)
+            target = self._claim(stack, ask)
+            infos = self._write(source, target, ask, mailbox)
+            self._publish(target, infos, ask)
             if self._first:
                 remove([self.request.directory / name for name in target.outdated])
 
@@ -199,7 +198,7 @@ class Save:
     def _first(self) -> bool:
         return self.runtime.groups.ranks.rank == 0
 
-    def _claim(self, stack: ExitStack) -> SaveTarget:
+    def _claim(self, stack: ExitStack, ask: Together) -> SaveTarget:
         """Take the folder until `stack` is left, and remove what killed saves have left in it."""
 
         def claim() -> dict[str, Any]:
@@ -210,7 +209,7 @@ class Save:
             retention = Retention(section.keep_last, section.keep_every)
             return asdict(prepare(self.request.directory, self.request.tag, retention, latest=self.request.latest))
 
-        return SaveTarget(**self.ask("place of a checkpoint", claim)[0])
+        return SaveTarget(**ask("place of a checkpoint", claim)[0])
 
     def _previous(self, target: SaveTarget) -> tuple[Path, RankIndex] | None:
         """Return an earlier checkpoint's folder and its index of this rank, where that can be read."""
@@ -223,7 +222,9 @@ class Save:
                 return folder, manifest.index(folder, rank)
         return None
 
-    def _write(self, source: PartitionSource, target: SaveTarget) -> list[FileInfo]:
+    def _write(
+        self, source: PartitionSource, target: SaveTarget, ask: Together, mailbox: StoreMailbox | None
+    ) -> list[FileInfo]:
         """Write every rank's files, or none; read them back where older checkpoints are to go."""
         folder = self.request.folder
         capture = replace(self.contents.capture, previous=self._previous(target))
@@ -237,13 +238,13 @@ class Save:
             with checkpoint_queue(self.runtime) as queue:
                 read_back = bool(target.outdated)
                 return asdict(
-                    write(capture, source, folder, target.id, queue, read_back=read_back, moved=self.moved)
+                    write(capture, source, folder, target.id, queue, read_back=read_back, mailbox=mailbox)
                 )
 
         with self._removed_on_failure(target):
-            return [FileInfo(**row) for row in self.ask("files of a checkpoint", job)]
+            return [FileInfo(**row) for row in ask("files of a checkpoint", job)]
 
-    def _publish(self, target: SaveTarget, infos: list[FileInfo]) -> None:
+    def _publish(self, target: SaveTarget, infos: list[FileInfo], ask: Together) -> None:
         def job() -> None:
             if self._first:
                 client = write_client(self.request.folder, target.id, self.contents.tensors)
@@ -253,7 +254,7 @@ class Save:
                 )
 
         with self._removed_on_failure(target):
-            self.ask("manifest of a checkpoint", job)
+            ask("manifest of a checkpoint", job)
 
     def _manifest(self, target: SaveTarget, infos: list[FileInfo], client: FileInfo | None) -> Manifest:
         plan = self.runtime.plan
@@ -534,8 +535,8 @@ def _extents(
 ) -> Iterator[ValueSource]:
     groups = runtime.groups
     total = sum(piece.nbytes for piece in holdings(runtime.plan, groups.data.index, groups.tensor.index))
-    tell = PhaseProgress(f"loading {folder}", total).advance
-    with checkpoint_queue(runtime) as queue, ExtentReader(folder, manifest, indexes, queue, tell) as reader:
+    progress = PhaseProgress(f"loading {folder}", total)
+    with checkpoint_queue(runtime) as queue, ExtentReader(folder, manifest, indexes, queue, progress) as reader:
         yield CheckpointSource(reader)
 
 
@@ -600,17 +601,14 @@ class CheckpointManager:
         ask = partial(run_on_all_ranks, runtime.groups, path=request.directory)
         agreed, contents = self._agree(request, ask("what to save", settle)), captured[0]
         if not agreed.behind:
-            Save(runtime, agreed, contents, ask).run(LiveSource(runtime.store))
+            Save(runtime, agreed, contents).run(LiveSource(runtime.store), ask)
             return agreed.tag
         contents = contents.apart()
         keys = [piece.key for piece in contents.capture.pieces]
         snapshot = snapshot_of(runtime.plan, keys, in_backward=runtime.plan.policy.step_in_backward)
         source = SnapshotSource(runtime.store, snapshot, share=runtime.config.config.checkpoint.bandwidth_share)
 
-        def job(together: Together, moved: Callable[[], None]) -> None:
-            Save(runtime, agreed, contents, together, moved).run(source)
-
-        self.background.begin(agreed.folder, snapshot, job)
+        self.background.begin(agreed.folder, snapshot, partial(Save(runtime, agreed, contents).run, source))
         return agreed.tag
 
     def load(self, run: Run, directory: Path, tag: str | None, options: LoadOptions) -> tuple[str | None, Any]:
