@@ -34,6 +34,7 @@ from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.deferred_init import spool_of
 from infinity.zero.gradients import Gradients
+from infinity.zero.health import Health
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer, attach_units, make_units, taken_in_order
 from infinity.zero.parameter import publish_model
@@ -114,14 +115,14 @@ def build_runtime(
     )
     undo.callback(progress.close)
     first_batch = FirstBatch(question, plan, model, coordinator, compiled, groups.stage, device, ledger)
-    access = ParamAccess(plan, store, groups, units, gradients, coordinator, step, lambda verb: runtime.check(verb))
-    runtime = Runtime(
+    health = Health(store, step, groups)
+    access = ParamAccess(plan, store, groups, units, gradients, coordinator, step, health)
+    return Runtime(
         module=model, config=config, plan=plan, exchanges=exchanges, device=device, groups=groups, ledger=ledger,
         store=store, units=units, gradients=gradients, coordinator=coordinator, access=access, hooks=hooks,
         step=step, checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress,
-        first_batch=first_batch,
+        first_batch=first_batch, health=health,
     )  # fmt: skip
-    return runtime
 
 
 def _place_buffers(model: nn.Module, device: Device, dtype: str) -> None:

@@ -23,16 +23,15 @@ from infinity.checkpoint.pieces import tied_names
 from infinity.checkpoint.run_state import ClientState, Counters, Run
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.groups import ProcessGroups
+from infinity.distributed.interrupts import HELD, PreemptionHandler, verb
 from infinity.engine import export, micro_batches
 from infinity.engine.checkpoints import CheckpointManager, LoadOptions, SaveRequest
 from infinity.engine.deepspeed_names import CONFIGURED, REFUSED, DeepSpeedNames, LossScale
 from infinity.engine.handover import WeightKeeper, why_not_kept
 from infinity.engine.idle_states import IdleStates
-from infinity.engine.interrupts import HELD, verb
 from infinity.engine.micro_batches import Accumulation
 from infinity.engine.optimizer import TieredOptimizer
 from infinity.engine.pipeline import BatchArguments, draw, loss_of, pipeline_of, step_loss
-from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, StateError, UnknownNameError
 from infinity.log import logger
@@ -787,7 +786,7 @@ class Engine(DeepSpeedNames, nn.Module):
     def _check(
         self, verb: str, *, broken_is_fine: bool = False, gradients: bool = False, inside: bool | None = None
     ) -> None:
-        self._runtime.check(verb, broken_is_fine=broken_is_fine, gradients=gradients, inside=inside)
+        self._runtime.health.check(verb, broken_is_fine=broken_is_fine, gradients=gradients, inside=inside)
         if self.world_size == 1:
             # With other ranks, every rank raises it at the end of the same step.
             self._checkpoints.background.check()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
 from infinity.base import trace
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.groups import ProcessGroups
+from infinity.distributed.interrupts import HELD
 from infinity.engine.activation_forecast import FirstBatch
-from infinity.engine.interrupts import HELD
-from infinity.errors import StateError
 from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
@@ -29,67 +28,9 @@ from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
+from infinity.zero.health import Health
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.unit import Unit
-
-
-class Health:
-    """Whether the engine can go on.
-
-    `broken` is the reason why it cannot, in the middle of a step or a load and after one that failed there; "" while it
-    can. Weights and states may be of two steps then, and only a load makes them whole. `under_way`: the verb that
-    changes something now, or that was cut short while it did ([Note: interrupts] in `interrupts`). `partial`: why the
-    gradients that have accumulated are no whole micro-batches; "" where they are. `closed`: everything was returned.
-    `handed_over`: the module has the weights.
-    """
-
-    def __init__(self) -> None:
-        self.broken = self.under_way = self.partial = ""
-        self.closed = False
-        self.handed_over = False
-
-    @property
-    def refusal(self) -> str:
-        """Why the engine cannot go on, with what to do next; "" while it can."""
-        if self.under_way:
-            return (
-                f"an interrupt (Ctrl-C, or the exception of a signal's handler) has cut {self.under_way} short in the "
-                "middle, and the engine's parts may not fit each other any more. Close it, make a new one with "
-                "infinity.initialize(), and go on from a checkpoint with engine.resume()"
-            )
-        return self.broken
-
-    def begin(self, verb: str) -> None:
-        """A verb is about to change something: every verb refuses until `end`."""
-        self.under_way = verb
-
-    def end(self) -> None:
-        """The verb is whole, or nothing of it is left."""
-        self.under_way = ""
-
-    def mark_broken(self, reason: str) -> None:
-        """Refuse every further verb but a load with `reason`, until `mark_whole`."""
-        self.broken = reason
-
-    def mark_whole(self) -> None:
-        """Every value is of one step: the engine can go on."""
-        self.broken = ""
-
-    def mark_partial(self, reason: str) -> None:
-        """Refuse to add to the gradients, or to step with them, until they are dropped."""
-        self.partial = reason
-
-    def drop_gradients(self) -> None:
-        """There are no gradients any more."""
-        self.partial = ""
-
-    def mark_closed(self) -> None:
-        """Refuse every further verb for good."""
-        self.closed = True
-
-    def mark_handed_over(self) -> None:
-        """Have the refusals say where the weights are."""
-        self.handed_over = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +56,7 @@ class Runtime:
     observer: Observer
     progress: StepProgress
     first_batch: FirstBatch
-    health: Health = field(default_factory=Health)
+    health: Health
 
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -130,28 +71,6 @@ class Runtime:
     def tells_buffer(self, name: str) -> bool:
         """Whether this rank's copy of one of the module's buffers is the one that is saved."""
         return self.stands_for_stage and place_of_buffer(self.plan, name) == self.groups.pipeline.index
-
-    def check(
-        self, verb: str, *, broken_is_fine: bool = False, gradients: bool = False, inside: bool | None = None
-    ) -> None:
-        """Raise what stands against `verb`: StateError in a forked child, for a closed or a broken engine; the error of
-        the optimizer step that goes on beside the program; DesyncError when the ranks have lost each other.
-
-        gradients: the verb adds to those that have accumulated, or steps with them. inside: it is called inside another
-        verb; None if one that is under way is another.
-        """
-        inside = HELD.under_way if inside is None else inside
-        self.store.check_process(verb)
-        if self.health.closed:
-            again = ", and its model has the weights: give the model to initialize() again"
-            further = again if self.health.handed_over else ""
-            raise StateError(f"cannot {verb}: this engine was closed{further}")
-        if (self.health.under_way and not inside) or (self.health.broken and not broken_is_fine):
-            raise StateError(f"cannot {verb}: {self.health.refusal}")
-        if gradients and self.health.partial:
-            raise StateError(f"cannot {verb}: {self.health.partial}")
-        self.step.check()
-        self.groups.check()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

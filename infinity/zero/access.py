@@ -23,7 +23,7 @@ They travel in pieces of bounded size, so that beside a whole tensor no rank hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -53,6 +53,7 @@ from infinity.zero.coordinator import Coordinator, ModuleCall
 from infinity.zero.deferred_init import PIECE_NBYTES, DeferredInit, broadcast_values, spools_of
 from infinity.zero.gradients import Gradients
 from infinity.zero.guards import not_pickled
+from infinity.zero.health import Health
 from infinity.zero.hooks import backward_comes, refuse_double
 from infinity.zero.parameter import is_elsewhere, name_of
 from infinity.zero.tiles import assembled, tiles_of
@@ -322,10 +323,7 @@ Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
 @dataclass(frozen=True, eq=False)
 class ParamAccess:
-    """Through what the parameters of one engine are read and changed; `own_parameters` has each of them know it.
-
-    check: raises what stands against a verb of the engine's.
-    """
+    """Through what the parameters of one engine are read and changed; `own_parameters` has each of them know it."""
 
     plan: Plan
     store: TieredStore
@@ -334,7 +332,7 @@ class ParamAccess:
     gradients: Gradients
     coordinator: Coordinator
     step: OptimizerStep
-    check: Callable[[str], None]
+    health: Health
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: what is pickled is a parameter that names this, or has one."""
@@ -447,7 +445,7 @@ def gathered(params: Params, *, data_too: bool) -> Iterator[None]:
         entered = owners_of(wanted)
         again = {}
         for owner, chosen in entered:
-            owner.check("read parameters")
+            owner.health.check("read parameters")
             together = _cut_together(units_of(owner, chosen))
             owner.coordinator.check_transform(together)
             stack.enter_context(owner.coordinator.memory.holding(together))
@@ -533,7 +531,7 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
         stack.enter_context(modify_ordinary(ordinary, source))
         entered = []
         for owner, chosen in owners_of(wanted):
-            owner.check("change parameters")
+            owner.health.check("change parameters")
             units = _cut_together(units_of(owner, chosen))
             stack.enter_context(owner.coordinator.memory.holding(units))
             tiled = [(param, stack.enter_context(_assembled(owner, param))) for param in chosen]

@@ -150,7 +150,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     owners = (param.__dict__.get("_infinity_owner") for param in params)
     if (access := next(filter(None, owners), None)) is not None:
         # Whole values are a mixture, too, after a step or a load that has failed in its middle.
-        access.check(f"take the {STATE_DICT} of its model")
+        access.health.check(f"take the {STATE_DICT} of its model")
 
 
 def _need(params: Iterable[nn.Parameter], use: str) -> None:

@@ -131,7 +131,7 @@ class ParameterState:
 
     def _check(self, kind: str) -> None:
         """Raise what stands against a kind, on every rank alike."""
-        self._owner.check(f"access the {kind} of {self._param.name}")
+        self._owner.health.check(f"access the {kind} of {self._param.name}")
         if kind == "master":
             return
         if not self.trainable:

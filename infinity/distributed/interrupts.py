@@ -15,6 +15,11 @@ handler leaves a verb right there: some weights stepped and the step not counted
 An error of the program's own code (a batch of the wrong shape, a timer's in the module's forward) and an ordinary one
 of the engine's (no memory) are no such cut: the verb puts everything in order, takes the mark off, and the engine goes
 on.
+
+Signals that ask a run to end are only remembered: a scheduler warns before it takes a machine away (Slurm sends what
+`--signal` says, torchrun and kill send SIGTERM). After each step the engine looks at `PreemptionHandler.received`,
+agrees with the other ranks in the exchange that every step has anyway, saves and ends. A second signal of the same kind
+goes to the previous handler, so repeating it terminates the process as usual.
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ import inspect
 import os
 import signal
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
 from infinity.distributed.watchdog import SIGNAL
-from infinity.engine.preemption import PreemptionHandler
-from infinity.log import logger
+from infinity.log import logger, warn_once
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -44,6 +49,55 @@ _get: Callable[[int], Any] = _signal.getsignal
 _set: Callable[[int, Any], Any] = _signal.signal
 # The watchdog's own ends a job that cannot go on.
 _HANDLED = tuple(sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, SIGNAL})))
+
+
+class PreemptionHandler:
+    """Listens to signals by name until `close`. Only Python's main thread can listen; elsewhere a warning says so."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        # The name of the first signal that came; "" before.
+        self.received = ""
+        self._before: dict[int, Any] = {}
+        _listening.add(self)
+        if names and threading.current_thread() is not threading.main_thread():
+            warn_once(
+                "signals-elsewhere",
+                f"checkpoint.on_signal: {', '.join(names)} cannot be heard, because the engine was made outside of the "
+                "program's main thread: make it there, or call engine.save_checkpoint() yourself",
+            )
+            return
+        for name in names:
+            number = signal.Signals[name].value
+            # None: a handler that was not installed from Python, and cannot be put back.
+            self._before[number] = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """Put the previous handlers back, where no others were installed since."""
+        while self._before:
+            number, before = self._before.popitem()
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.received == name:
+            signal.signal(number, self._before.pop(number, signal.SIG_DFL))
+            os.kill(os.getpid(), number)
+            return
+        self.received = self.received or name
+
+
+_listening: weakref.WeakSet[PreemptionHandler] = weakref.WeakSet()
+
+
+def _stop_listening() -> None:
+    # A forked child, such as a data loader's worker, is told to end by the same signals, and has no step to finish.
+    for handler in list(_listening):
+        handler.close()
+
+
+os.register_at_fork(after_in_child=_stop_listening)
 
 
 class HeldSignals:
@@ -151,7 +205,7 @@ HELD = HeldSignals()
 def verb(doing: str, *, broken_is_fine: bool = False, gradients: bool = False) -> Callable[[_Method], _Method]:
     """A method of an engine that is refused where the engine cannot do it, and during which signals are held.
 
-    broken_is_fine, gradients: as in `Runtime.check`.
+    broken_is_fine, gradients: as in `infinity.zero.health.Health.check`.
     """
 
     def decorate(method: _Method) -> _Method:
