@@ -23,6 +23,7 @@ from infinity.config.resolve import ResolvedConfig
 from infinity.config.training import TorchAutocast
 from infinity.errors import ConfigError, StateError
 from infinity.memory.partition import DTYPES
+from infinity.zero.forwards import set_forward
 
 
 class Accumulation:
@@ -157,7 +158,7 @@ def widen_batch_norms(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None and "forward" not in vars(module):
-            module.__dict__["forward"] = partial(_widened, module)
+            set_forward(module, partial(_widened, module))
 
 
 def _widened(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,10 +23,9 @@ gradient W adds last.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from infinity.errors import StateError
+from infinity.zero.forwards import Replaced
 
 # Classes of autograd's nodes for matrix products, by which it records F.linear.
 _PRODUCTS = ("MmBackward0", "AddmmBackward0")
@@ -345,19 +345,18 @@ def _add_gradient(param: nn.Parameter, grad: Tensor) -> None:
         param.grad += grad
 
 
-class _DeferredForward:
-    """A linear layer's `forward` that defers. A deep copy of the module gets its class's own."""
+class _DeferredForward(Replaced):
+    """A linear layer's `forward` that defers."""
+
+    compiles = False
+    _module: nn.Linear
 
     def __init__(self, module: nn.Linear, deferred: DeferredWeights) -> None:
-        self._module = module
+        super().__init__(module)
         self._deferred = deferred
         # The tensor axis, or a library, may have set one on the instance.
-        self._own: Callable[..., Any] | None = module.__dict__.get("forward")
-        self._forward: Callable[..., Any] = module.forward
         plain = self._own is None and type(module).forward is nn.Linear.forward
         self._mode = None if plain else _OwnLinear(module, deferred)
-        self.__wrapped__ = self._forward
-        module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._deferred.collects:
@@ -369,19 +368,6 @@ class _DeferredForward:
 
     def _linear(self, input: Tensor) -> Tensor:
         return self._deferred.linear(input, self._module.weight, self._module.bias)
-
-    def restore(self) -> None:
-        """Restore the module's own `forward`, unless it was replaced again."""
-        if self._module.__dict__.get("forward") is not self:
-            return
-        if self._own is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._own
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = memo[id(self._module)]
-        return MethodType(type(module).forward, module)
 
 
 class _OwnLinear(TorchFunctionMode):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from infinity.errors import ConfigError, StateError
 from infinity.plan.stages import StageCut, StageEnd
+from infinity.zero.forwards import set_forward
 
 # What crosses the boundary between two stages: the first argument of a block, a tensor or several.
 Boundary = tuple[Tensor, ...]
@@ -296,6 +297,7 @@ def _weightless(module: nn.Module, zero: Tensor, kept: Collection[nn.Module]) ->
         plain = child is None or child in kept or next(child.parameters(), None) is None
         return child if child is None or plain else _weightless(child, zero, kept)
 
+    forward = None
     copied: nn.Module = object.__new__(type(module))
     state = {name: value for name, value in module.__dict__.items() if name != "forward"}
     state |= {name: value for name, value in nn.Module().__dict__.items() if "hooks" in name}
@@ -306,10 +308,11 @@ def _weightless(module: nn.Module, zero: Tensor, kept: Collection[nn.Module]) ->
         state["_parameters"]["weight"] = zero.expand(_ROWS, module.embedding_dim)
         state["max_norm"] = None
         if type(module).forward is nn.Embedding.forward:
-            state["forward"] = _answer_rows(zero, module.embedding_dim)
+            forward = _answer_rows(zero, module.embedding_dim)
     elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        state["forward"] = _answer_rows(zero, module.out_features, of=-1)
+        forward = _answer_rows(zero, module.out_features, of=-1)
     copied.__dict__.update(state)
+    set_forward(copied, forward)
     return copied
 
 

@@ -35,6 +35,7 @@ from infinity.parallel.layers import PipelineModule
 from infinity.parallel.stage import FirstArgument, paths_around, position_of_use_cache
 from infinity.plan.spec import ModuleNode, UnitRules, module_tree
 from infinity.plan.stages import StageCut, cut_model, find_blocks
+from infinity.zero.forwards import set_forward
 
 # What a model that cannot be cut does instead.
 INSTEAD = "use data or tensor parallelism instead of parallel.pipeline"
@@ -387,14 +388,11 @@ def _standing_aside(module: nn.Module) -> Iterator[None]:
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         return _Join.apply(*tensors, *module.parameters())
 
-    module.forward = forward
+    set_forward(module, forward)
     try:
         yield
     finally:
-        if former is None:
-            del module.forward
-        else:
-            module.forward = former
+        set_forward(module, former)
 
 
 @contextmanager

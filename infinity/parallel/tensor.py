@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from infinity.parallel import functions
 from infinity.parallel.functions import VocabularySlice, divided_loss, is_causal_loss
 from infinity.parallel.random_state import OwnNumbers, has_dropout, share_random_state
 from infinity.plan.tensor_axis import Role, TensorAxis
+from infinity.zero.forwards import Replaced
 
 # On the head: its `VocabularySlice`, by which `infinity.tiling` computes losses, too.
 VOCABULARY = "_infinity_vocabulary"
@@ -75,12 +75,26 @@ class _Place:
         return functions.sum_out(tensor, self.group, self.path, owned=owned)
 
 
+class _Sharded(Replaced):
+    """A `forward` of which a wrapper makes one that computes with shards."""
+
+    compiles = False
+
+    def __init__(self, module: nn.Module, wrapper: Callable[..., Any], context: tuple[Any, ...]) -> None:
+        super().__init__(module)
+        self._wrapper = wrapper
+        self._context = context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._forward, *self._context, *args, **kwargs)
+
+
 class Applied:
     """What `apply` has set in a model. `remove` takes it out again."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._group = group
-        self._forwards: list[tuple[nn.Module, Any]] = []
+        self._forwards: list[_Sharded] = []
         self._heads: list[nn.Module] = []
         # Forwards of which the batches are still to be compared.
         self._compared = _COMPARED_FORWARDS if group.size > 1 else 0
@@ -95,15 +109,7 @@ class Applied:
 
     def wrap(self, module: nn.Module, wrapper: Callable[..., Any], *context: Any) -> None:
         """Let `wrapper(former forward, *context, *args, **kwargs)` be the module's forward."""
-        forward = module.forward
-        self._forwards.append((module, module.__dict__.get("forward")))
-
-        # Who asks for the signature (transformers' generate, its Trainer) is told the former's.
-        @wraps(forward)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(forward, *context, *args, **kwargs)
-
-        module.forward = wrapped
+        self._forwards.append(_Sharded(module, wrapper, context))
 
     def mark_head(self, module: nn.Module, words: VocabularySlice) -> None:
         """Tell the head which words it has."""
@@ -113,14 +119,10 @@ class Applied:
     def remove(self) -> None:
         """Give every module its former forward back; idempotent."""
         # Backwards, because a module may have been wrapped twice.
-        for module, former in reversed(self._forwards):
-            if former is None:
-                del module.forward
-            else:
-                module.forward = former
-        for module in self._heads:
-            delattr(module, VOCABULARY)
-        self._forwards, self._heads = [], []
+        while self._forwards:
+            self._forwards.pop().restore()
+        while self._heads:
+            delattr(self._heads.pop(), VOCABULARY)
 
 
 def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup, device: torch.device | None = None) -> Applied:

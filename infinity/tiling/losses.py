@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from infinity.errors import ConfigError, StateError
 from infinity.plan.spec import TILE_TOKENS
 from infinity.tiling.sequences import tiled_cross_entropy, tiled_mlp
+from infinity.zero.forwards import set_forward
 
 
 def tile_sequence(model: nn.Module, *, tile_tokens: int = TILE_TOKENS, mlps: bool = True) -> nn.Module:
@@ -41,10 +42,10 @@ def tile_sequence(model: nn.Module, *, tile_tokens: int = TILE_TOKENS, mlps: boo
     inner.register_forward_pre_hook(loss.before, with_kwargs=True)
     inner.register_forward_hook(loss.after)
     inner.loss_function = loss.give
-    head.forward = loss.head  # type: ignore[method-assign, assignment]
+    set_forward(head, loss.head)
     for module in model.modules() if mlps else ():
         if type(module).__name__.endswith("MLP") and len(inspect.signature(type(module).forward).parameters) == 2:
-            module.forward = _TiledForward(module, tile_tokens)
+            set_forward(module, _TiledForward(module, tile_tokens))
     return model
 
 

@@ -13,8 +13,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from types import FrameType, MethodType
-from typing import Any, cast
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from infinity.errors import ConfigError
 from infinity.memory.activation_tier import ActivationTier, SavedTensor
+from infinity.zero.forwards import Replaced
 from infinity.zero.hooks import replace_tensors
 
 # Arguments that make a block fill a cache; a recomputed block would fill it twice.
@@ -89,44 +90,6 @@ def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
             )
         found += [getattr(packet, each) for each in overloads if overload in ("", each)]
     return found
-
-
-class Replaced:
-    """A replacement of a module's `forward`. A deep copy of the module gets its class's own."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        # A library may have set one on the instance already.
-        self._own = module.__dict__.get("forward")
-        # The function that is called, and the same before it was compiled.
-        self._forward: Callable[..., Any] = module.forward
-        self._eager = self._forward
-        functools.update_wrapper(cast(Callable[..., Any], self), self._forward, updated=())
-        module.forward = self  # type: ignore[assignment]
-
-    @property
-    def eager(self) -> Callable[..., Any]:
-        """The replaced `forward`, before it was compiled."""
-        return self._eager
-
-    def compile(
-        self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]], function: Callable[..., Any]
-    ) -> None:
-        """Call the compiled `function`, which must compute the same as the replaced `forward`."""
-        self._forward = compiler(function)
-
-    def restore(self) -> None:
-        """Restore the module's own `forward`, unless it was replaced again."""
-        if self._module.__dict__.get("forward") is not self:
-            return
-        if self._own is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._own
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = memo[id(self._module)]
-        return MethodType(type(module).forward, module)
 
 
 class Recomputed(Replaced):

@@ -31,7 +31,8 @@ from torch import nn
 from infinity.errors import ConfigError
 from infinity.log import logger, warn_once
 from infinity.plan.plan import Plan
-from infinity.zero.activation_checkpoint import OffloadedForward, Recomputed, Replaced
+from infinity.zero.activation_checkpoint import OffloadedForward, Recomputed
+from infinity.zero.forwards import Replaced
 from infinity.zero.hooks import ModuleHooks, not_compiled
 from infinity.zero.tiles import TiledParameter
 
@@ -148,7 +149,7 @@ class CompiledModules:
         for part in () if _is_off(module) else parts:
             self._hooks.fuse(part)
             region = part.__dict__.get("forward")
-            if not isinstance(region, Replaced):
+            if not isinstance(region, Replaced) or not region.compiles:
                 region = _Region(part)
                 self._replaced.append(region)
             region.compile(compiler, self._kinds.function_of(part, region.eager))

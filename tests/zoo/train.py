@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.zero.activation_checkpoint import Replaced
+from infinity.zero.forwards import Replaced
 from tests.support.oracle import settings
 from tests.zoo.families import FAMILIES, batch, build
 
