@@ -58,7 +58,12 @@ ENVIRONMENT_READ_IN = (
     # Passes it on to what it starts.
     "infinity.cli.run",
 )  # fmt: skip
+# Keys are resolved by `config`; where a device is left open the plan decides it, from the budgets, and liger's kernels
+# where the model is known. `ops.aio` has an "auto" of its own, the back end that works.
+AUTO_READ_IN = ("infinity.config", "infinity.plan.inputs", "infinity.engine.liger", "infinity.ops.aio")
 DISTRIBUTED_FREE = ("infinity.memory",)
+# A step steps partitions, and knows no module of a model.
+MODULE_FREE = ("infinity.step",)
 
 
 # Packages whose `__getattr__` may load public names from the top when they are first used.
@@ -201,7 +206,7 @@ def cycle_violations(sources: Sources) -> list[str]:
 
 
 def torch_violations(sources: Sources) -> list[str]:
-    """torch where it must not be, and torch.distributed in memory."""
+    """torch where it must not be, torch.distributed in memory, and modules in a step."""
     found = [
         str(item)
         for item in sources.imports
@@ -210,7 +215,8 @@ def torch_violations(sources: Sources) -> list[str]:
     found += [
         str(item)
         for item in sources.imports
-        if _within(item.module, DISTRIBUTED_FREE) and _within(item.target, ("torch.distributed",))
+        if (_within(item.module, DISTRIBUTED_FREE) and _within(item.target, ("torch.distributed",)))
+        or (_within(item.module, MODULE_FREE) and _within(item.target, ("torch.nn",)))
     ]
     return found
 
@@ -242,9 +248,161 @@ def environment_violations(sources: Sources) -> list[str]:
     return _attributes(sources, ENVIRONMENT_READ_IN, ("os.environ", "os.environb", "os.getenv", "os.putenv"))
 
 
+@dataclass(frozen=True)
+class Kept:
+    """An attribute of a class that holds a parameter of one of its methods, or is a field of its constructor."""
+
+    module: str
+    owner: str
+    name: str
+    annotation: str
+    # Whether the constructor is given it.
+    made: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.owner}.{self.name}: {self.annotation}"
+
+
+def _kept(sources: Sources) -> Iterator[Kept]:
+    for module, tree in sources.trees.items():
+        for owner in (node for node in statements(tree) if isinstance(node, ast.ClassDef)):
+            for node in owner.body:
+                if isinstance(node, ast.AnnAssign) and "ClassVar" not in (words := ast.unparse(node.annotation)):
+                    yield Kept(module, owner.name, ast.unparse(node.target), words, True)
+                elif isinstance(node, ast.FunctionDef):
+                    every = (*node.args.args, *node.args.kwonlyargs)
+                    given = {each.arg: ast.unparse(each.annotation) for each in every if each.annotation}
+                    made = node.name == "__init__"
+                    yield from (Kept(module, owner.name, *pair, made) for pair in _held(node, given))
+
+
+def _held(method: ast.FunctionDef, given: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """The attributes that a method sets to one of its parameters, and what that is."""
+    for node in statements(method):
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs = zip(target.elts, node.value.elts, strict=True) if several else [(target, node.value)]
+            for place, value in pairs:
+                if isinstance(value, ast.BoolOp):
+                    value = value.values[0]
+                mine = isinstance(place, ast.Attribute) and ast.unparse(place.value) == "self"
+                if mine and isinstance(value, ast.Name) and value.id in given:
+                    yield place.attr, given[value.id]
+
+
+# Classes that are given functions by another package, and why they may keep them.
+GIVEN = {
+    # The user's own.
+    "infinity.parallel.layers.FunctionLayer", "infinity.parallel.layers.PipelineModule",
+    "infinity.integrations.deepspeed.timers.ThroughputTimer",
+    # Asked inside one block of its caller's, in front of each gather of a run's first forward.
+    "infinity.zero.coordinator.Coordinator",
+}  # fmt: skip
+
+
+def callback_violations(sources: Sources) -> list[str]:
+    """Functions that a class keeps although another package has given them: calls that climb. So are objects that only
+    higher packages can have made, whose Protocol the class names.
+    """
+    makers: dict[str, set[str]] = {}
+    for module, tree in sources.trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+                makers.setdefault(called, set()).add(_package(module))
+    found, above = [], _only_above(sources)
+    for kept in _kept(sources):
+        given = not kept.made or makers.get(kept.owner, set()) - {_package(kept.module)}
+        if "Callable[" in kept.annotation and given and f"{kept.module}.{kept.owner}" not in GIVEN:
+            found.append(str(kept))
+        found += [f"{kept}, which only higher packages have" for name in above if name in kept.annotation.split(" | ")]
+    return found
+
+
+def _only_above(sources: Sources) -> list[str]:
+    """Protocols that no class of their own package or of a lower one has all methods of."""
+    classes = [
+        (_package(module), node)
+        for module, tree in sources.trees.items() for node in statements(tree) if isinstance(node, ast.ClassDef)
+    ]  # fmt: skip
+    methods = {
+        id(node): {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+        | {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)}
+        for _, node in classes
+    }
+    is_protocol = {id(node): any("Protocol" in ast.unparse(base) for base in node.bases) for _, node in classes}
+    return [
+        node.name
+        for package, node in classes
+        if is_protocol[id(node)] and methods[id(node)] and not any(
+            methods[id(node)] <= methods[id(other)] and LEVELS.get(where, 0) <= LEVELS.get(package, 0)
+            for where, other in classes if not is_protocol[id(other)]
+        )
+    ]  # fmt: skip
+
+
+FORWARDS = "infinity.zero.forwards"
+
+
+def forward_violations(sources: Sources) -> list[str]:
+    """Assignments to a module's `forward` outside the one file that makes them."""
+    found = []
+    for module, tree in sources.trees.items():
+        for node in ast.walk(tree) if module != FORWARDS and module.startswith("infinity") else ():
+            store = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+            if (isinstance(node, ast.Attribute) and node.attr == "forward" and store) or (
+                isinstance(node, ast.Subscript) and store and ast.unparse(node.slice) in ("'forward'",)
+            ):
+                found.append(f"{module}:{node.lineno}: assigns forward")
+    return found
+
+
+# The file that alone changes it.
+STATES = {"State": "infinity.memory.partition", "StepState": "infinity.step.optimizer_step"}
+
+
+def state_violations(sources: Sources) -> list[str]:
+    """Changes of a partition's or a step's state outside the class that it belongs to: one method there makes them,
+    beside the constructor.
+    """
+    found = []
+    for module, tree in sources.trees.items():
+        for owner in (node for node in statements(tree) if isinstance(node, ast.ClassDef)):
+            for node in (each for each in ast.walk(owner) if isinstance(each, ast.Assign)):
+                named = {ast.unparse(part.value) for part in ast.walk(node.value) if isinstance(part, ast.Attribute)}
+                stores = any(isinstance(target, ast.Attribute) and target.attr == "state" for target in node.targets)
+                found += [
+                    f"{module}:{node.lineno}: changes a {name}" for name in named & STATES.keys()
+                    if stores and module != STATES[name]
+                ]  # fmt: skip
+    for name, module in STATES.items():
+        changes = [
+            node for node in ast.walk(sources.trees.get(module, ast.Module([], [])))
+            if isinstance(node, ast.Assign) and any(ast.unparse(target) == "self.state" for target in node.targets)
+        ]  # fmt: skip
+        if len(changes) > 2:
+            found.append(f"{module}: {len(changes)} places change a {name}")
+    return found
+
+
+def auto_violations(sources: Sources) -> list[str]:
+    """Comparisons with "auto" outside the modules that say what it comes to."""
+    return [
+        f"{module}:{node.lineno}: compares with 'auto'"
+        for module, tree in sources.trees.items()
+        if module.startswith("infinity") and not _within(module, AUTO_READ_IN)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and any(isinstance(part, ast.Constant) and part.value == "auto" for part in (node.left, *node.comparators))
+    ]
+
+
 RULES: tuple[Callable[[Sources], list[str]], ...] = (
     layer_violations, relative_violations, nested_violations, cycle_violations, torch_violations, cuda_violations,
-    environment_violations,
+    environment_violations, callback_violations, forward_violations, state_violations, auto_violations,
 )  # fmt: skip
 
 
@@ -327,6 +485,44 @@ PLANTED = {
     "torch in config": (torch_violations, {"infinity__config__x": "import torch.nn.functional as F"}),
     "torch in estimators": (torch_violations, {"estimators__x": "import torch"}),
     "memory speaks to other ranks": (torch_violations, {"infinity__memory__x": "import torch.distributed as dist"}),
+    "a step knows a module": (torch_violations, {"infinity__step__x": "from torch import nn"}),
+    "a function from above": (
+        callback_violations,
+        {
+            "infinity__memory__x": "class A:\n    def __init__(self, do: Callable[[], int]):\n        self._do = do",
+            "infinity__zero__x": "from infinity.memory.x import A\nA(lambda: 1)",
+        },
+    ),
+    "a function from above in a field": (
+        callback_violations,
+        {"infinity__memory__x": "class A:\n    do: Callable[[], int]", "infinity__engine__x": "x.A(do)"},
+    ),
+    "a function that comes later": (
+        callback_violations,
+        {"infinity__zero__x": "class A:\n    def ask(self, do: Callable[[], int]):\n        self._do = do"},
+    ),
+    "an object from above": (
+        callback_violations,
+        {
+            "infinity__memory__x": (
+                "class P(Protocol):\n    def do(self): ...\n"
+                "class A:\n    def __init__(self, it: P | None):\n        self._it = it"
+            ),
+            "infinity__zero__x": "class Q:\n    def do(self): ...",
+        },
+    ),
+    "a second place for forward": (forward_violations, {"infinity__engine__x": "module.forward = f"}),
+    "forward by its name": (forward_violations, {"infinity__tiling__x": "module.__dict__['forward'] = f"}),
+    "forward is taken out": (forward_violations, {"infinity__parallel__x": "del module.forward"}),
+    "a state from outside": (
+        state_violations,
+        {"infinity__memory__x": "class A:\n    def f(self):\n        part.state = State.ABSENT"},
+    ),
+    "a third place for a state": (
+        state_violations,
+        {"infinity__step__optimizer_step": "class A:\n    def f(self):\n" + "        self.state = to\n" * 3},
+    ),
+    "auto in memory": (auto_violations, {"infinity__memory__x": "if device == 'auto': pass"}),
     "cuda by attribute": (cuda_violations, {"infinity__zero__x": "import torch\ntorch.cuda.synchronize()"}),
     "cuda by import": (cuda_violations, {"infinity__memory__store": "from torch.cuda import Stream"}),
     "cuda by name": (cuda_violations, {"infinity__engine__x": "from torch import cuda"}),
@@ -349,6 +545,10 @@ CLEAN = {
     "cuda where it belongs": {"infinity__memory__tiers__device": "import torch\ntorch.cuda.synchronize()"},
     "environment where it belongs": {"infinity__distributed__groups": "import os\nos.environ['RANK']"},
     "lazy public names": {"infinity__zero": "def __getattr__(name):\n    from infinity.engine import initialize"},
+    "a function of one's own package": {
+        "infinity__memory__x": "class A:\n    def __init__(self, do: Callable[[], int]):\n        self._do = do",
+        "infinity__memory__y": "from infinity.memory.x import A\nA(lambda: 1)",
+    },
     "an optional build": {"infinity__ops__build": "def f():\n    import ninja"},
     "public names": {"examples__a": "import infinity\nfrom infinity import Init"},
 }
