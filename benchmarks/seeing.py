@@ -91,7 +91,7 @@ def seen(engine: Any, folder: Path, into: list[float]) -> Iterator[None]:
     csv = {"enabled": True, "output_path": str(folder), "job_name": "run"}
     config = load_config({"csv_monitor": csv, "steps_per_print": 1, "wall_clock_breakdown": True})
     progress = StepProgress(
-        config, engine._runtime.ledger, rank=0, data_size=1, accelerator=engine._runtime.device.is_accelerator
+        config, engine._runtime.store.ledger, rank=0, data_size=1, accelerator=engine._runtime.device.is_accelerator
     )
     progress.stepped = timed(progress.stepped, into)  # type: ignore[method-assign]
     try:

@@ -13,7 +13,7 @@ import re
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TypeGuard
 
@@ -82,12 +82,18 @@ def code_tokens(text: str) -> int:
     return sum(token.type not in _QUIET and token.start[0] not in lines for token in tokens)
 
 
-def attributes(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """(class, attributes that its methods set on `self`)."""
+def attributes(tree: ast.Module, stateful: Collection[str] = ()) -> Iterator[tuple[str, int]]:
+    """(class, attributes that its methods set on `self`). Fields count where one holds an object of a stateful class: a
+    section of a file's keys and a value of numbers and names are free, a bag of parts is not.
+    """
     for node in statements(tree):
         if isinstance(node, ast.ClassDef):
             targets = (target for child in statements(node) for target in _targets(child))
-            yield node.name, len({target.attr for target in targets if _is_own(target)})
+            own = {target.attr for target in targets if _is_own(target)}
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            if any(ast.unparse(each.annotation) in stateful for each in fields):
+                own |= {ast.unparse(each.target) for each in fields}
+            yield node.name, len(own)
 
 
 def foreign(tree: ast.Module) -> Iterator[str]:
@@ -127,7 +133,10 @@ def old_names(path: str, text: str) -> Iterator[str]:
 
 def largest(trees: Mapping[Path, ast.Module]) -> list[tuple[int, str]]:
     """(attributes, module.class) of every class, most first."""
-    found = ((n, f"{path.stem}.{name}") for path, tree in trees.items() for name, n in attributes(tree))
+    # A `Flag` of the simulator's is none of the configuration's.
+    acting = (tree for path, tree in trees.items() if not {"config", "estimators"} & {*path.parts})
+    stateful = {name for tree in acting for name, n in attributes(tree) if n}
+    found = ((n, f"{path.stem}.{name}") for path, tree in trees.items() for name, n in attributes(tree, stateful))
     return sorted(found, reverse=True)
 
 

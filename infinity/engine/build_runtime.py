@@ -12,7 +12,7 @@ from infinity.config import ResolvedConfig
 from infinity.distributed.groups import ProcessGroups, Ranks
 from infinity.engine.activation_forecast import FirstBatch
 from infinity.engine.micro_batches import widen_batch_norms
-from infinity.engine.runtime import Runtime
+from infinity.engine.runtime import Attached, Runtime
 from infinity.errors import ConfigError
 from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore, open_activation_tier, open_store
@@ -118,10 +118,9 @@ def build_runtime(
     health = Health(store, step, groups)
     access = ParamAccess(plan, store, groups, units, gradients, coordinator, step, health)
     return Runtime(
-        module=model, config=config, plan=plan, exchanges=exchanges, device=device, groups=groups, ledger=ledger,
-        store=store, units=units, gradients=gradients, coordinator=coordinator, access=access, hooks=hooks,
-        step=step, checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress,
-        first_batch=first_batch, health=health,
+        module=model, config=config, plan=plan, device=device, groups=groups, store=store, gradients=gradients,
+        coordinator=coordinator, access=access, attached=Attached(exchanges, hooks, checkpointing, compiled), step=step,
+        observer=observer, progress=progress, first_batch=first_batch, health=health,
     )  # fmt: skip
 
 

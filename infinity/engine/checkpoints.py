@@ -496,7 +496,7 @@ class Load:
                 self._fill_buffers(found, source)
 
         run_on_all_ranks(runtime.groups, "partitions of a checkpoint", job, path=found.folder)
-        runtime.coordinator.memory.refresh(runtime.units)
+        runtime.coordinator.memory.refresh(runtime.access.units)
 
     def _fill_buffers(self, found: Found, source: ValueSource) -> None:
         for name, buffer in checkpoint_buffers(self.runtime.module).items():
@@ -590,7 +590,7 @@ class CheckpointManager:
     def save(self, run: Run, request: SaveRequest, client_state: ClientState) -> str:
         """Save as `request` says, and return the tag that all ranks use. See `Engine.save_checkpoint`. Collective."""
         runtime = self._runtime
-        runtime.hooks.check_tree()
+        runtime.attached.hooks.check_tree()
         captured: list[SaveContents] = []
 
         def settle() -> dict[str, str]:

@@ -131,7 +131,7 @@ class Engine(DeepSpeedNames, nn.Module):
         if runtime.config.casts_inputs:
             args = micro_batches.half(args)
         with runtime.phase("forward"), under:
-            runtime.exchanges.check_batch(args, kwargs)
+            runtime.attached.exchanges.check_batch(args, kwargs)
             with runtime.first_batch.forward(args, kwargs) if self.training else nullcontext():
                 return self.module(*args, **kwargs)
 
@@ -161,7 +161,7 @@ class Engine(DeepSpeedNames, nn.Module):
             runtime.coordinator.begin_backward(scaled=True)
             scaled.backward(retain_graph=retain_graph)
             runtime.coordinator.end_backward()
-            runtime.checkpointing.settle()
+            runtime.attached.checkpointing.settle()
             self._accumulation.ran_backward(loss, scaled=scale_wrt_gas)
         return loss / count if scale_wrt_gas and count > 1 else loss
 
@@ -257,7 +257,7 @@ class Engine(DeepSpeedNames, nn.Module):
         `step()`, that its micro-batches count as.
         """
         runtime = self._runtime
-        runtime.hooks.check_tree()
+        runtime.attached.hooks.check_tree()
         runtime.coordinator.check_unchanged()
         with runtime.phase("step"):
             verdict = self._apply_gradients(optimizer, lr_kwargs, calls)
@@ -270,7 +270,7 @@ class Engine(DeepSpeedNames, nn.Module):
     def _apply_gradients(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any], calls: int) -> StepVerdict:
         """Take the step at the accumulation boundary, or skip it; count it."""
         runtime, counters, losses = self._runtime, self._counters, [*self._accumulation.losses]
-        runtime.checkpointing.settle()
+        runtime.attached.checkpointing.settle()
         arrived, elsewhere = runtime.gradients.settle()
         verdict = runtime.step.decide(arrived, elsewhere, self._flags(), optimizer.param_groups)
         runtime.coordinator.next_step()
@@ -437,7 +437,7 @@ class Engine(DeepSpeedNames, nn.Module):
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile the module with `torch.compile`'s arguments; block by block where weights are gathered inside."""
         self._check("compile")
-        self._runtime.compiled.compile_model(*args, **options)
+        self._runtime.attached.compiled.compile_model(*args, **options)
 
     # What it shows.
 
@@ -447,7 +447,7 @@ class Engine(DeepSpeedNames, nn.Module):
 
     @property
     def plan(self) -> Plan:
-        known = self._runtime.ledger.activations_in_words()
+        known = self._runtime.store.ledger.activations_in_words()
         return replace(self._runtime.plan, activations=known) if known else self._runtime.plan
 
     @property
@@ -460,7 +460,7 @@ class Engine(DeepSpeedNames, nn.Module):
 
     @property
     def units(self) -> list[Unit]:
-        return self._runtime.units
+        return self._runtime.access.units
 
     @property
     def coordinator(self) -> Coordinator:
@@ -526,7 +526,7 @@ class Engine(DeepSpeedNames, nn.Module):
 
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Return this rank's bytes by tier and kind (and unit on request), now and at most; it prints as a table."""
-        self._runtime.checkpointing.settle()
+        self._runtime.attached.checkpointing.settle()
         report = self._runtime.observer.report(by_unit=by_unit)
         return report if self._pipeline is None else replace(report, pipeline=self._pipeline.memory.use)
 
@@ -567,7 +567,7 @@ class Engine(DeepSpeedNames, nn.Module):
 
     def _whole_tensors(self, *, frozen: bool) -> dict[str, Any]:
         self._check("take the state_dict() of its model")
-        self._runtime.hooks.check_tree()
+        self._runtime.attached.hooks.check_tree()
         wanted = self.global_rank == 0
         found = access.full_state_dict(self._runtime.access, wanted=wanted, frozen=frozen)
         found.update(export.whole_buffers(self._runtime, wanted=wanted))

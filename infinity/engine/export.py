@@ -45,7 +45,7 @@ def export_folder(
     one_file: bool = False, tokenizer: Any = None, stem: str = "model", frozen: bool = True,
 ) -> Path:  # fmt: skip
     """See `Engine.export`. stem: name of the weights' file. frozen: with parameters that are not trained."""
-    runtime.hooks.check_tree()
+    runtime.attached.hooks.check_tree()
     chosen = float_dtype(dtype)
     shapes = runtime.whole_shapes
     description, sources = describe_model(runtime.module, shapes), sources_of(runtime.module, shapes)
@@ -138,7 +138,7 @@ def _write(runtime: Runtime, shards: Sequence[WeightFile], made: Path) -> int:
 def _elements(runtime: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[Slot, int, Tensor]]:
     """Yield (slot, first element in its order, values [n] on the CPU) for all that this rank writes of parameters."""
     others = runtime.plan.told_elsewhere
-    for unit in runtime.units:
+    for unit in runtime.access.units:
         layout: UnitLayout = unit.layout
         if layout.index in others:
             continue

@@ -161,12 +161,12 @@ class WeightKeeper:
         runtime = self._runtime
         for settle in (runtime.step.reset, runtime.gradients.reset, runtime.coordinator.next_step):
             settle()
-        for unit in runtime.units:
+        for unit in runtime.access.units:
             if unit.placed.whole:
                 # One that `offload_states` has vacated.
                 runtime.coordinator.memory.gather(unit)
                 unit.finish_gather()
-        needed = sum(unit.layout.nbytes for unit in runtime.units if is_handed_over(unit))
+        needed = sum(unit.layout.nbytes for unit in runtime.access.units if is_handed_over(unit))
         spool, discard = self._place(needed)
         if discard:
             runtime.health.mark_broken("its states were given up for its weights, which are on their way to the module")
@@ -174,7 +174,7 @@ class WeightKeeper:
             runtime.store.discard(*(key for key in held if key.kind is not Kind.PARAM))
             trim()
         self._handover = Handover(
-            runtime.units, runtime.coordinator.memory, runtime.store, spool=spool, discard=discard
+            runtime.access.units, runtime.coordinator.memory, runtime.store, spool=spool, discard=discard
         )
         with ExitStack() as undo, mappings_of_their_own():
             if spool is not None:
@@ -190,9 +190,9 @@ class WeightKeeper:
         runtime = self._runtime
         assert self._handover is not None
         self._handover.finish()
-        if not any(map(is_handed_over, runtime.units)):
+        if not any(map(is_handed_over, runtime.access.units)):
             return
-        for unit in runtime.units:
+        for unit in runtime.access.units:
             for param in unit.params if not is_handed_over(unit) else ():
                 parameter.set_data(param, param.data.cpu())
         for module in runtime.module.modules():
@@ -207,7 +207,7 @@ class WeightKeeper:
         runtime = self._runtime
         ranks, config = runtime.groups.ranks, runtime.config
         free = free_for_rank(ranks=ranks.local_size, device_free_nbytes=None, own_nbytes=0, nvme_free_nbytes=None)
-        limit, room = runtime.ledger.limits.of(Tier.CPU), float(free.process or 0)
+        limit, room = runtime.store.ledger.limits.of(Tier.CPU), float(free.process or 0)
         freed = sum(
             partition.spec.nbytes for partition, own in runtime.store.held()
             if own and partition.key.kind is not Kind.PARAM and partition.buffer is not None

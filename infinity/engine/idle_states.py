@@ -59,7 +59,7 @@ class IdleStates:
         values = [partition for partition in held if partition.key.kind is not Kind.GRAD]
         freed += self._move(values, target, pin=pin)
         if "lp_params" in names and (target == "nvme" or runtime.device.own_memory):
-            for unit in runtime.units:
+            for unit in runtime.access.units:
                 if not unit.placed.aliased or runtime.store[unit.key].absent:
                     unit.vacate()
         trim()
@@ -68,7 +68,7 @@ class IdleStates:
     def reload(self) -> None:
         """See `Engine.reload_states`. An error leaves the rest where it is, for another call. Collective."""
         runtime = self._runtime
-        for unit in runtime.units:
+        for unit in runtime.access.units:
             if unit.placed.whole:
                 runtime.coordinator.memory.gather(unit)
                 unit.finish_gather()
@@ -98,7 +98,7 @@ class IdleStates:
     def _refuge(self, sizes: dict[Key, int], target: str, *, pin: bool) -> Refuge:
         runtime = self._runtime
         if target == "cpu":
-            memory = HostMemory(runtime.device, pin=pin, ledger=runtime.ledger)
+            memory = HostMemory(runtime.device, pin=pin, ledger=runtime.store.ledger)
             return MemoryRefuge(memory, runtime.device)
         folders = runtime.config.nvme_path or runtime.config.zero.folders_of_others("nvme")
         if folders is None:

@@ -201,7 +201,7 @@ class PipelineStep:
         self._part = part
         backwards = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
         mine = part.split.tables[part.index]
-        runtime.checkpointing.expect([(stage, index) for stage, kind, index in mine if kind in backwards])
+        runtime.attached.checkpointing.expect([(stage, index) for stage, kind, index in mine if kind in backwards])
 
     def train(self, batches: Sequence[BatchArguments], optimizer: TieredOptimizer) -> list[Tensor]:
         """Run forward and backward of all micro-batches. Returns their losses on the last stage, nothing elsewhere."""
@@ -306,7 +306,7 @@ class _Training(_Forwards):
         """Run a stage's forward of a micro-batch, and keep its graph; returns what the next stage takes."""
         stage, _, index = action
         self._memory.ran(action)
-        self._runtime.checkpointing.begin_forward((stage, index))
+        self._runtime.attached.checkpointing.begin_forward((stage, index))
         if self._deferred is None:
             output = self._run(action, received)
         else:
@@ -343,7 +343,7 @@ class _Training(_Forwards):
                 gradients = None if grads is None else [grads[at] for at in rooted]
                 torch.autograd.backward([outputs[at] for at in rooted], gradients)
             coordinator.end_backward()
-            self._runtime.checkpointing.settle()
+            self._runtime.attached.checkpointing.settle()
         self._memory.ran(action)
         return tuple(tensor.grad for tensor in received) if stage > 0 else None
 
@@ -378,7 +378,7 @@ class _Training(_Forwards):
     def _params(self, stage: int) -> Iterator[nn.Parameter]:
         """What a stage trains."""
         for index in self._part.units_of(stage):
-            unit = self._runtime.units[index]
+            unit = self._runtime.access.units[index]
             yield from unit.params if unit.layout.trainable else ()
 
     def _unit_of(self, param: nn.Parameter) -> Unit:
@@ -400,7 +400,7 @@ def pipeline_of(runtime: Runtime) -> PipelineStep | None:
         groups.pipeline_forward, groups.pipeline_backward, groups.pipeline, device=runtime.device.torch
     )
     deferred = DeferredWeights(runtime.module) if part.split.schedule == "zero_bubble" else None
-    memory = PipelineMemory(runtime.ledger, links, deferred)
+    memory = PipelineMemory(runtime.store.ledger, links, deferred)
     return PipelineStep(runtime, staged, PipelineExecutor(links, index=part.index), part, deferred, memory)
 
 

@@ -13,7 +13,6 @@ from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.groups import ProcessGroups
 from infinity.distributed.interrupts import HELD
 from infinity.engine.activation_forecast import FirstBatch
-from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import trim
@@ -30,7 +29,17 @@ from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.health import Health
 from infinity.zero.hooks import ModuleHooks
-from infinity.zero.unit import Unit
+
+
+@dataclass(frozen=True, eq=False)
+class Attached:
+    """What stands at the program's modules, the innermost first."""
+
+    # What the tensor axis has set.
+    exchanges: Applied
+    hooks: ModuleHooks
+    checkpointing: Checkpointing
+    compiled: CompiledModules
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,18 +49,13 @@ class Runtime:
     module: nn.Module
     config: ResolvedConfig
     plan: Plan
-    exchanges: Applied
     device: Device
     groups: ProcessGroups
-    ledger: Ledger
     store: TieredStore
-    units: list[Unit]
     gradients: Gradients
     coordinator: Coordinator
     access: ParamAccess
-    hooks: ModuleHooks
-    checkpointing: Checkpointing
-    compiled: CompiledModules
+    attached: Attached
     step: OptimizerStep
     observer: Observer
     progress: StepProgress
@@ -140,9 +144,9 @@ class Runtime:
         with ExitStack() as stack:
             # Last registered, first run.
             stack.callback(self._release)
-            stack.callback(self.exchanges.remove)
-            stack.callback(self.checkpointing.close)
-            stack.callback(self.compiled.close)
+            stack.callback(self.attached.exchanges.remove)
+            stack.callback(self.attached.checkpointing.close)
+            stack.callback(self.attached.compiled.close)
             stack.callback(self.observer.close)
             stack.callback(self.progress.close)
             # What the program keeps is stepped to its end.
@@ -150,13 +154,13 @@ class Runtime:
 
     def _release(self) -> None:
         """Take the module off the tiers and give the tiers back."""
-        self.hooks.remove()
+        self.attached.hooks.remove()
         self.coordinator.close()
         self.gradients.close()
         try:
             self.store.close()
         finally:
-            for unit in self.units:
+            for unit in self.access.units:
                 unit.close()
             shutdown_threads()
             self.groups.close()

@@ -52,6 +52,7 @@ class TieredStore:
         self._buffers = Buffers(device=device, host=host, ledger=ledger, pools=pools)
         self._residency = Residency(specs, buffers=self._buffers, backends=backends, rank=rank, overlap=overlap)
         self._eviction = self._residency.eviction
+        self.ledger = ledger
         self._offloaded = Offloaded(ledger)
         self._lock = self._residency.lock
         self.access = AccessControl(self._residency)

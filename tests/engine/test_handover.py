@@ -83,7 +83,7 @@ def test_a_model_goes_from_engine_to_engine(
         for name, value in model.state_dict().items():
             # As DeepSpeed leaves them: in the precision of computation.
             assert value.dtype is trained[name].dtype and torch.equal(value, trained[name]), name
-        assert not any(engine._runtime.ledger.now.values()) and os.listdir(tmp_path) == []
+        assert not any(engine._runtime.store.ledger.now.values()) and os.listdir(tmp_path) == []
         assert all(unit.full.numel() == 0 or not unit.placed.whole for unit in engine.units)
         model(**token_batch(0, 0, positions=8))
 

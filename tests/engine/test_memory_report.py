@@ -286,7 +286,7 @@ def test_a_step_that_ends_for_lack_of_memory_ends_the_engine(tmp_path, monkeypat
 def test_a_gather_beyond_the_limit_is_refused_and_the_engine_goes_on(tmp_path):
     with engine_of(settings(tmp_path, **OFFLOAD, zero=SMALL)) as engine:
         train(engine, steps=1)
-        ledger = engine._runtime.ledger
+        ledger = engine._runtime.store.ledger
         limit, limits = max(unit.layout.nbytes for unit in engine.units) - 1, ledger.limits
         ledger.limits = replace(limits, gpu=limit)
         with pytest.raises(TierMemoryError, match="the whole of") as caught:

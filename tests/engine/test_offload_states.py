@@ -37,7 +37,7 @@ STATES = {Kind.REMAINDER, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ}
 def in_memory(engine: Any, *, kinds: set[Kind] | None = None) -> int:
     """Bytes of the ledger that lie in memory: of values, without the pools."""
     return sum(
-        nbytes for (tier, kind), nbytes in engine._runtime.ledger.now.items()
+        nbytes for (tier, kind), nbytes in engine._runtime.store.ledger.now.items()
         if tier.addressable and kind is not Kind.POOL and (kinds is None or kind in kinds)
     )  # fmt: skip
 
@@ -121,7 +121,7 @@ def test_what_reads_states_finds_them(home: tuple[int, str, str], tmp_path: Path
         engine = engine_of(engine.module, swap, home, dtype="bf16")
         engine.offload_states(device="nvme")
         engine.close()
-        assert not any(engine._runtime.ledger.now.values()) and os.listdir(swap) == []
+        assert not any(engine._runtime.store.ledger.now.values()) and os.listdir(swap) == []
 
 
 def test_a_weight_that_is_away_says_so(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def ranks_rest(rank: int, world: int, folder: str, stage: int, home: str) -> boo
                     engine.synchronize()
                     held = in_memory(engine)
                     engine.offload_states(device="nvme")
-                    assert in_memory(engine) <= 0.05 * held, engine._runtime.ledger.now
+                    assert in_memory(engine) <= 0.05 * held, engine._runtime.store.ledger.now
                     if micro:
                         engine.reload_states()
                     engine.store.check()
@@ -258,7 +258,7 @@ def rests_on_a_device(folder: str) -> None:
                 step_there(engine, micro)
                 if target is not None:
                     engine.synchronize()
-                    ledger = engine._runtime.ledger
+                    ledger = engine._runtime.store.ledger
                     held, in_cpu = ledger.total(Tier.GPU), ledger.total(Tier.CPU)
                     engine.offload_states(device=target)
                     assert held and ledger.total(Tier.GPU) <= 0.05 * held, ledger.now

@@ -42,7 +42,7 @@ def reference_engine(folder: Path, model: nn.Module, **options: Any) -> Any:
 
 
 def kinds(engine: Any) -> set[Kind]:
-    return {kind for (_, kind), nbytes in engine._runtime.ledger.now.items() if nbytes}
+    return {kind for (_, kind), nbytes in engine._runtime.store.ledger.now.items() if nbytes}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -220,7 +220,7 @@ def test_it_takes_the_bytes_of_its_weights(home: str, tmp_path: Path) -> None:
         assert numel > NUMEL_MIN
         engine.eval()
         engine(**token_batch(0, 0, positions=8))
-        now = dict(engine._runtime.ledger.now)
+        now = dict(engine._runtime.store.ledger.now)
         # Pools of moves and what is gathered at the time are bounded by the configuration, not by the model.
         moving = sum(nbytes for (_, kind), nbytes in now.items() if kind in (Kind.POOL, Kind.FULL))
         held = sum(now.values()) - moving

@@ -296,7 +296,7 @@ def test_deepspeeds_arguments_are_taken_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])
 def test_cuda_graphs_are_refused_where_weights_move(tmp_path: Path, options: dict[str, Any]) -> None:
     with _engine(tmp_path) as engine:
-        modules = CompiledModules(engine.module, engine._runtime.hooks, engine.plan, accelerator=True)
+        modules = CompiledModules(engine.module, engine._runtime.attached.hooks, engine.plan, accelerator=True)
         with pytest.raises(ConfigError, match=r"TinyLlama is compiled with CUDA graphs.*stage to 2"):
             modules.compile(engine.module, **options)
         modules.compile(engine.module, mode="max-autotune-no-cudagraphs")

@@ -199,7 +199,7 @@ class Visit:
         gradients, sent = self.runtime.gradients, {}
         gradients.begin_micro_step(last=False)
         gradients.begin_backward(scaled=True)
-        for unit in self.runtime.units:
+        for unit in self.runtime.access.units:
             for param, slot in zip(unit.params, unit.layout.slots, strict=True):
                 if not unit.layout.trainable or unit.layout.replica is Replica.PARTIAL:
                     continue

@@ -56,7 +56,7 @@ def test_spare_pages_are_within_the_plan_and_gathers_take_no_fresh_ones(tmp_path
     def watched(self: GatheredMemory, unit: Unit) -> None:
         gather(self, unit)
         self.check()
-        held = sum(each.layout.nbytes for each in engine._runtime.units if each.buffer.has_bytes)
+        held = sum(each.layout.nbytes for each in engine._runtime.access.units if each.buffer.has_bytes)
         most.append(held + device.spare.nbytes)
 
     monkeypatch.setattr(GatheredMemory, "gather", watched)
@@ -73,7 +73,7 @@ def test_spare_pages_are_within_the_plan_and_gathers_take_no_fresh_ones(tmp_path
                 engine.step()
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         assert max(most) <= engine.plan.pools.gathered_nbytes
-        gathered = sum(unit.layout.nbytes for unit in engine._runtime.units)
+        gathered = sum(unit.layout.nbytes for unit in engine._runtime.access.units)
         print(f"{faults} faults, {gathered / 1e6:.0f} MB a pass")
         if evaluating and device.spare.put(0, 0, None):  # type: ignore[arg-type]
             # Three passes over more than there is room for: from fresh pages even large ones would be some 50.
