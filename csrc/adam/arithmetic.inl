@@ -20,6 +20,13 @@
 #endif
 
 namespace infinity::adam {
+
+// The update rules, numbered as in infinity/ops/rules.py. Those but Adam's two keep one state, in exp_avg.
+enum Rule : int32_t { kAdam = 0, kAdamW = 1, kLion = 2, kAdagrad = 3, kMomentum = 4 };
+
+// The rules that are compiled separately. Adam's two rules have their own code for speed. The rules with one state
+// share code that tests the rule at every vector, because memory bandwidth limits it anyway.
+enum Form : int32_t { kAdamForm = kAdam, kAdamWForm = kAdamW, kOneState = 2 };
 namespace {
 
 struct Constants {
@@ -108,7 +115,7 @@ INFINITY_FN int nonfinite_lanes(const void* grad, const Constants& c) {
     return nonfinite(scaled_grad<grad_dtype>(grad, c));
 }
 
-// The definition of every rule. infinity/ops/reference.py repeats it in torch; change both or neither.
+// The definition of every rule. infinity/ops/rules.py repeats it in torch; change both or neither.
 //
 // Adam's operations and their order are those of torch's fused optimizers on processors with fused multiply-adds, so
 // that weights and moments have the same bits. (The last elements of a tensor, which torch steps without vectors, are

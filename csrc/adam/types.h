@@ -1,7 +1,7 @@
 // The types of the C ABI, and the table of functions that every instruction set provides.
 //
 // The arithmetic is defined once, in arithmetic.inl: fp32 with explicit fused multiply-adds and IEEE square root and
-// division. Every instruction set, any number of threads and the Python fallback (infinity/ops/reference.py) give the
+// division. Every instruction set, any number of threads and the Python fallback (infinity/ops/rules.py) give the
 // same bits for every input without NaNs; a NaN stays a NaN.
 #pragma once
 
@@ -24,12 +24,8 @@ enum Storage : int32_t {
     kMasterBfloat = 3,
 };
 
-// The update rule of an element: see step_lanes. kLion, kAdagrad and kMomentum keep one state, in exp_avg.
-enum Rule : int32_t { kAdam = 0, kAdamW = 1, kLion = 2, kAdagrad = 3, kMomentum = 4 };
-
-// The rules that are compiled separately. Adam's two rules have their own code for speed. The rules with one state
-// share code that tests the rule at every vector, because memory bandwidth limits it anyway.
-enum Form : int32_t { kAdamForm = kAdam, kAdamWForm = kAdamW, kOneState = 2 };
+// The update rule of an element: see arithmetic.inl.
+enum Rule : int32_t;
 
 // One contiguous run of elements that share hyper-parameters. Mirrored by a ctypes structure in infinity/ops/adam.py.
 struct Piece {

@@ -1,8 +1,6 @@
 """Reference implementations in torch, bit-identical to the native code of `infinity.ops.adam` but slower.
 
-They are the Python fallback and the oracle of the tests. torch has no fused multiply-add, which rounds once, so `fma`
-emulates it in fp64: the product of two fp32 values is exact, TwoSum gives the error of the sum, and rounding the sum to
-odd (Boldo and Melquiond, 2008) makes the final rounding to fp32 equal to that of the exact value.
+They are the Python fallback and the oracle of the tests. Each rule's own arithmetic is in `infinity.ops.rules`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from infinity.ops.rules import Piece, Rule, StepConstants
+from infinity.ops.rules import Piece, StepConstants, fma
 
 # Bounds the temporary memory: about two fp64 values and some masks for each element of a chunk.
 _CHUNK_NUMEL = 1 << 18
@@ -34,51 +32,18 @@ def adam_step(piece: Piece, constants: StepConstants) -> Tensor:
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
         finite = grad.isfinite()
         grad = grad.clamp(-constants.grad_bound, constants.grad_bound)
-        states = [state[at] for state in _states(piece)]
-        kept = [state.clone() for state in states]
-        if piece.hyper.rule in (Rule.ADAMW, Rule.LION):
+        written = [tensor.view(-1)[at] for tensor in _written(piece)]
+        kept = [tensor.clone() for tensor in written]
+        if piece.hyper.rule.decoupled:
             weight = weight * constants.decay
         else:
             grad = fma(constants.weight_decay, weight, grad)
-        _store_weight(piece, at, _stepped(piece, at, weight, grad, constants))
-        for state, old in zip(states, kept, strict=True):
-            torch.where(finite, state, old, out=state)
+        states = [tensor.view(-1)[at] for tensor in (piece.exp_avg, piece.exp_avg_sq) if tensor is not None]
+        _store_weight(piece, at, piece.hyper.stepped(weight, grad, states, constants))
+        for tensor, old in zip(written, kept, strict=True):
+            torch.where(finite, tensor, old, out=tensor)
         nonfinite_count += (~finite).sum()
     return nonfinite_count
-
-
-def _stepped(piece: Piece, at: slice, weight: Tensor, grad: Tensor, constants: StepConstants) -> Tensor:
-    """Update the states and return the new weight."""
-    if not piece.hyper.rule.two_states:
-        return fma(constants.minus_step_size, _update(piece, at, grad, constants), weight)
-    assert piece.exp_avg_sq is not None
-    state, squares = piece.exp_avg.view(-1)[at], piece.exp_avg_sq.view(-1)[at]
-    from_grad = math.copysign(1.0, constants.one_minus_beta1) < 0
-    state.copy_(fma(constants.one_minus_beta1, grad - state, grad if from_grad else state))
-    squares.copy_(fma(grad * constants.one_minus_beta2, grad, squares * constants.beta2))
-    # Divide by a tensor, because an accelerator divides by a number through multiplication with its reciprocal.
-    denominator = _root(squares) / squares.new_full((), constants.sqrt_bias_correction2) + constants.eps
-    return weight + (state * constants.minus_step_size) / denominator
-
-
-def _update(piece: Piece, at: slice, grad: Tensor, constants: StepConstants) -> Tensor:
-    """Update the state of a rule with one state and return the factor of the step size."""
-    rule, state = piece.hyper.rule, piece.exp_avg.view(-1)[at]
-    if rule is Rule.LION:
-        update = fma(constants.one_minus_beta1, grad - state, state).sign()
-        state.copy_(fma(constants.one_minus_beta2, grad - state, state))
-        return update
-    if rule is Rule.ADAGRAD:
-        state.copy_(fma(grad, grad, state))
-        return grad / (_root(state) + constants.eps)
-    state.copy_(fma(constants.beta2, state, grad * constants.one_minus_beta1))
-    return fma(constants.sqrt_bias_correction2, state, grad * constants.decay)
-
-
-def _root(squares: Tensor) -> Tensor:
-    # Computed in fp64, because torch's fp32 root may be one bit off. The exact root of an fp32 value is farther from a
-    # rounding boundary of fp32 than the error of the fp64 root.
-    return squares.double().sqrt().float()
 
 
 def grad_stats(tensor: Tensor) -> tuple[float, int]:
@@ -145,27 +110,10 @@ def _one_nan(values: Tensor) -> Tensor:
     return torch.where(values.isnan(), math.nan, values)
 
 
-def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
-    """Return a * b + c, rounded once to fp32. Tensors are fp32, and floats must be fp32 values."""
-    first, second = (
-        factor.double() if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device=c.device)
-        for factor in (a, b)
-    )
-    product, addend = first * second, c.double()
-    total = product + addend
-    # TwoSum (Knuth): total + error is the exact sum.
-    back = total - product
-    error = (product - (total - back)) + (addend - back)
-    bits = total.view(torch.int64)
-    toward = torch.where((error > 0) == (total > 0), 1, -1)
-    inexact_even = (error != 0) & error.isfinite() & (bits & 1 == 0)
-    return torch.where(inexact_even, bits + toward, bits).view(torch.float64).float()
-
-
-def _states(piece: Piece) -> list[Tensor]:
-    """Return all tensors that a step writes, flat."""
+def _written(piece: Piece) -> list[Tensor]:
+    """Return all tensors that a step writes."""
     tensors = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.remainder, piece.master)
-    return [tensor.view(-1) for tensor in tensors if tensor is not None]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _load_weight(piece: Piece, at: slice) -> Tensor:

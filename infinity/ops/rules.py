@@ -1,20 +1,19 @@
 """The update rules of an element: their hyper-parameters, and the constants of one step.
 
 Adam: Kingma and Ba, 2015; AdamW: Loshchilov and Hutter, 2019; Lion: Chen et al., "Symbolic discovery of optimization
-algorithms", 2023; Adagrad: Duchi et al., 2011; SGD with momentum as torch defines it. The arithmetic is in
-csrc/adam/arithmetic.inl and `infinity.ops.reference`.
+algorithms", 2023; Adagrad: Duchi et al., 2011; SGD with momentum as torch defines it. Each class has the
+hyper-parameters of a rule, the constants of one of its steps and its arithmetic in torch; csrc/adam/arithmetic.inl has
+the same for native code. A kernel takes ten constants, named by their meaning in Adam; the class of another rule says
+what it puts there.
 
-A kernel takes ten constants, named by their meaning in Adam. The class of another rule says what it puts there.
-
-The unit of work of an optimizer step: flat tensors with their hyper-parameters.
-
-Tensors as arguments of native code: checks, dtype codes and addresses.
+`Piece` is the unit of work of a step. Below it: tensors as arguments of native code.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar, Protocol
@@ -24,7 +23,7 @@ from torch import Tensor
 
 
 class Rule(IntEnum):
-    """An update rule, numbered as in csrc/adam/types.h."""
+    """An update rule, numbered as in csrc/adam/arithmetic.inl."""
 
     ADAM = 0
     ADAMW = 1
@@ -36,6 +35,11 @@ class Rule(IntEnum):
     def two_states(self) -> bool:
         """Whether the rule keeps two fp32 values an element; otherwise one, in the place of Adam's first moment."""
         return self in (Rule.ADAM, Rule.ADAMW)
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether weight decay shrinks the weight; otherwise it is added to the gradient."""
+        return self in (Rule.ADAMW, Rule.LION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,10 @@ class Hyper(Protocol):
         """Return the constants of optimizer step `step`, counted from 1, for gradients multiplied by `grad_scale`."""
         ...
 
+    def stepped(self, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c: StepConstants) -> Tensor:
+        """Update the states in place and return the new weight. All fp32, flat, of one size; weight decay is done."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
@@ -104,6 +112,16 @@ class AdamHyper:
             minus_step_size=-(self.lr / correction1),
         )  # fmt: skip
 
+    def stepped(self, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c: StepConstants) -> Tensor:
+        """See `Hyper.stepped`."""
+        mean, squares = states
+        from_grad = math.copysign(1.0, c.one_minus_beta1) < 0
+        mean.copy_(fma(c.one_minus_beta1, grad - mean, grad if from_grad else mean))
+        squares.copy_(fma(grad * c.one_minus_beta2, grad, squares * c.beta2))
+        # Divide by a tensor, because an accelerator divides by a number through multiplication with its reciprocal.
+        denominator = _root(squares) / squares.new_full((), c.sqrt_bias_correction2) + c.eps
+        return weight + (mean * c.minus_step_size) / denominator
+
 
 @dataclass(frozen=True, slots=True)
 class LionHyper:
@@ -127,6 +145,13 @@ class LionHyper:
             one_minus_beta2=1.0 - self.beta2, minus_step_size=-self.lr,
         )  # fmt: skip
 
+    def stepped(self, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c: StepConstants) -> Tensor:
+        """See `Hyper.stepped`."""
+        (mean,) = states
+        update = fma(c.one_minus_beta1, grad - mean, mean).sign()
+        mean.copy_(fma(c.one_minus_beta2, grad - mean, mean))
+        return fma(c.minus_step_size, update, weight)
+
 
 @dataclass(frozen=True, slots=True)
 class AdagradHyper:
@@ -147,6 +172,12 @@ class AdagradHyper:
             grad_scale=grad_scale, weight_decay=self.weight_decay, eps=self.eps,
             minus_step_size=-self.lr / (1.0 + (step - 1) * self.lr_decay),
         )  # fmt: skip
+
+    def stepped(self, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c: StepConstants) -> Tensor:
+        """See `Hyper.stepped`."""
+        (squares,) = states
+        squares.copy_(fma(grad, grad, squares))
+        return fma(c.minus_step_size, grad / (_root(squares) + c.eps), weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +206,39 @@ class MomentumHyper:
             sqrt_bias_correction2=self.momentum if self.nesterov else 1.0, decay=1.0 if self.nesterov else 0.0,
             minus_step_size=-self.lr,
         )  # fmt: skip
+
+    def stepped(self, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c: StepConstants) -> Tensor:
+        """See `Hyper.stepped`."""
+        (buffer,) = states
+        buffer.copy_(fma(c.beta2, buffer, grad * c.one_minus_beta1))
+        return fma(c.minus_step_size, fma(c.sqrt_bias_correction2, buffer, grad * c.decay), weight)
+
+
+def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
+    """Return a * b + c, rounded once to fp32. Tensors are fp32, and floats must be fp32 values.
+
+    torch has no fused multiply-add. In fp64 the product of two fp32 values is exact, TwoSum gives the error of the sum,
+    and rounding the sum to odd (Boldo and Melquiond, 2008) makes the final rounding to fp32 that of the exact value.
+    """
+    first, second = (
+        factor.double() if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device=c.device)
+        for factor in (a, b)
+    )
+    product, addend = first * second, c.double()
+    total = product + addend
+    # TwoSum (Knuth): total + error is the exact sum.
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    inexact_even = (error != 0) & error.isfinite() & (bits & 1 == 0)
+    return torch.where(inexact_even, bits + toward, bits).view(torch.float64).float()
+
+
+def _root(squares: Tensor) -> Tensor:
+    # Computed in fp64, because torch's fp32 root may be one bit off. The exact root of an fp32 value is farther from a
+    # rounding boundary of fp32 than the error of the fp64 root.
+    return squares.double().sqrt().float()
 
 
 def _lerp(weight: float) -> float:
