@@ -276,7 +276,7 @@ def _read_checkpoint(victim: Path) -> int:
     folder = victim.parent if victim.name == "latest" else victim.parents[1]
     if not _ENGINE:
         _ENGINE.append(infinity.initialize(model=_model(), config=_PLAIN)[0])
-    codes = {_run("ckpt", question, folder) for question in ("inspect", "verify")}
+    codes = {_run("ckpt", inputs, folder) for inputs in ("inspect", "verify")}
     _ENGINE[0].load_checkpoint(folder)
     return max(codes)
 
@@ -285,7 +285,7 @@ def _read_theirs(victim: Path) -> int:
     folder = victim
     while folder.parent.name not in ("zero2-bf16", "zero3-fp32", "zero2-bf16-universal"):
         folder = folder.parent
-    return max(_run("ckpt", question, folder.parent) for question in ("inspect", "verify"))
+    return max(_run("ckpt", inputs, folder.parent) for inputs in ("inspect", "verify"))
 
 
 def main() -> int:

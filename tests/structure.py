@@ -47,7 +47,8 @@ PAIRS = {
 }
 # Names of the vocabulary before, as whole identifiers, and the modules (prefixes) in which none may stand.
 OLD_NAMES = {
-    "Keeper": "infinity", "keeper_of": "infinity", "announce_begin": "infinity", "announce_end": "infinity",
+    "Keeper": "infinity", "keeper_of": "infinity", "keeper": "infinity", "spool": "infinity", "question": "infinity",
+    "announce_begin": "infinity", "announce_end": "infinity",
     "Scope": "infinity/zero", "Gathered": "infinity/zero", "let_go": "infinity/zero", "strayed": "infinity/zero",
     "Method": "infinity/optim", "Cut": "infinity/optim", "Run": "infinity/optim", "Sweep": "infinity/optim",
     "begin_early": "infinity", "forgo": "infinity/optim", "judge": "infinity/engine",

@@ -32,7 +32,7 @@ _SHOWN_MAX = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to `parser`."""
-    commands = parser.add_subparsers(dest="question", required=True, metavar="inspect|verify|diff")
+    commands = parser.add_subparsers(dest="verb", required=True, metavar="inspect|verify|diff")
     inspecting = commands.add_parser("inspect", help="print the contents of a checkpoint")
     inspecting.add_argument("--tensors", action="store_true", help="list every tensor")
     inspecting.add_argument("--json", action="store_true", help="print JSON")
@@ -51,12 +51,12 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
     """
-    if given.question == "diff":
+    if given.verb == "diff":
         return _diff(given)
     folder = locate(given.checkpoint, given.tag)
     if theirs(folder):
-        return _verify_deepspeed(folder) if given.question == "verify" else _inspect_deepspeed(folder, given)
-    if given.question == "verify":
+        return _verify_deepspeed(folder) if given.verb == "verify" else _inspect_deepspeed(folder, given)
+    if given.verb == "verify":
         return _verify(folder)
     manifest = read_manifest(folder)
     facts = checkpoint_summary(manifest, check_files(folder, manifest))

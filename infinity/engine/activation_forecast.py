@@ -60,7 +60,7 @@ from infinity.plan.types import Tier
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
-from infinity.zero.deferred_init import spool_of
+from infinity.zero.deferred_init import init_of
 from infinity.zero.parameter import is_released
 
 _OUTSIDE = "(outside any module)"
@@ -493,10 +493,10 @@ def set_aside(
     where one is known. unknown_nbytes: to set aside for them where none is, and the configuration says nothing.
     """
     stated = config.config.memory.activations.max_bytes
-    spool = spool_of(list(model.parameters()))
+    init = init_of(list(model.parameters()))
     floating = [param.dtype for param in model.parameters() if param.is_floating_point()]
-    held_max = spool.held_nbytes_max if spool is not None else None
-    if spool is None and all(param.device.type != "cpu" for param in model.parameters()):
+    held_max = init.held_nbytes_max if init is not None else None
+    if init is None and all(param.device.type != "cpu" for param in model.parameters()):
         held_max = 0
     reserve = Reserve(
         taken_nbytes=taken_nbytes, overhead_nbytes=ANONYMOUS_OVERHEAD_NBYTES, activation_nbytes=unknown_nbytes,
@@ -549,10 +549,10 @@ def place_of(cut: StageCut | None, config: ResolvedConfig, index: int) -> Pipeli
     return PipelinePlace(cut, tables, index)
 
 
-def spooled_nbytes(model: nn.Module) -> int:
+def deferred_nbytes(model: nn.Module) -> int:
     """Return the bytes of values in memory that no parameter shows; they go, too."""
-    spool = spool_of(list(model.parameters()))
-    return 0 if spool is None else spool.released_nbytes
+    init = init_of(list(model.parameters()))
+    return 0 if init is None else init.released_nbytes
 
 
 # Positional and keyword arguments of a model.
@@ -601,25 +601,25 @@ class FirstBatch:
     """Looks at the first micro-batch of a run, and at each that is larger than those before."""
 
     def __init__(
-        self, question: PlanInputs, plan: Plan, model: nn.Module, coordinator: Coordinator, compiled: CompiledModules,
+        self, inputs: PlanInputs, plan: Plan, model: nn.Module, coordinator: Coordinator, compiled: CompiledModules,
         group: AxisGroup, device: Device, ledger: Ledger,
     ) -> None:  # fmt: skip
-        self._question, self._plan, self._model, self._compiled = question, plan, model, compiled
+        self._inputs, self._plan, self._model, self._compiled = inputs, plan, model, compiled
         self._coordinator, self._device, self._ledger = coordinator, device, ledger
         # All ranks come to the first forward, and to each gather in it.
         self._group = group if plan.policy.collective_forward and group.size > 1 else None
         self._first = True
         self._raised_on_all: CapacityError | None = None
         # The largest batches that were looked at; one that `initialize` has measured is known.
-        tokens = stated_batch(question.config, model) if question.reserve.activations.endswith("measured") else None
+        tokens = stated_batch(inputs.config, model) if inputs.reserve.activations.endswith("measured") else None
         self._seen = [] if tokens is None else [shapes_of((), tokens)]
-        free, reserve = question.free, question.reserve
+        free, reserve = inputs.free, inputs.reserve
         ledger.forecast(ledger.predicted_nbytes, reserve.activation_nbytes, reserve.activations)
         gaps = int(device.allocator.free_gaps * (free.device or 0))
         beside = free.left({Tier.CPU: reserve.overhead_nbytes, Tier.GPU: reserve.product_nbytes + gaps})
         self._room = None if free.device is None else beside.room(Tier.GPU, plan.nbytes_by_tier())
         # On fake tensors a whole model runs.
-        self._whole = question.axis.size == 1 and question.cut is None
+        self._whole = inputs.axis.size == 1 and inputs.cut is None
         self._tight = self._room is not None and self._room < (free.device or 0) // 4
 
     @contextmanager
@@ -634,16 +634,16 @@ class FirstBatch:
         counts = not self._compiled.active
         found = None
         if self._whole and (self._tight or not counts):
-            question = self._question
+            inputs = self._inputs
             found = on_shapes(
-                question.config, self._model, args, kwargs, self._device, recomputed=question.checkpointed
+                inputs.config, self._model, args, kwargs, self._device, recomputed=inputs.checkpointed
             )
         if found is not None or not counts:
             if found is not None:
                 self._judge(found, group)
             yield
         else:
-            live = LiveBytes(self._model, self._question.checkpointed, self._limit(shapes, group))
+            live = LiveBytes(self._model, self._inputs.checkpointed, self._limit(shapes, group))
             with live.counting(), self._agreeing(live, shapes, group):
                 yield
             self._judge(live.found(f"{_in_words(shapes)}, counted"), group)
@@ -691,8 +691,8 @@ class FirstBatch:
             self._ledger.forecast(predicted, reserve.activation_nbytes, reserve.activations)
 
     def _with(self, found: Activations) -> Any:
-        question = self._question
-        return with_activations(question.reserve, found, question.config, self._device, question.free)
+        inputs = self._inputs
+        return with_activations(inputs.reserve, found, inputs.config, self._device, inputs.free)
 
     def _taken(self, found: Activations) -> tuple[int, int]:
         """What the activations take, and what the heap of a process loses in gaps between them."""
@@ -700,14 +700,14 @@ class FirstBatch:
         return reserve.activation_nbytes, 0 if self._device.own_memory else reserve.gaps_nbytes
 
     def _refused(self, found: Activations) -> CapacityError:
-        free, held = self._question.free, self._plan.nbytes_by_tier()
+        free, held = self._inputs.free, self._plan.nbytes_by_tier()
         nbytes, gaps = self._taken(found)
         beside = f" and {format_bytes(gaps)} of gaps in the heap" if gaps else ""
         return CapacityError(
             f"the activations of this micro-batch take {format_bytes(nbytes)} ({found.source}){beside}, "
             f"but {format_bytes(self._room or 0)} of {format_bytes(free.device or 0)} are left for "
             f"them beside the plan's {format_bytes(held[Tier.GPU])}. Weights and states are as they were: go on with a "
-            f"smaller batch, or initialize again with less: {less_activations(self._question)}"
+            f"smaller batch, or initialize again with less: {less_activations(self._inputs)}"
         )
 
 

@@ -32,7 +32,7 @@ from infinity.zero.access import ParamAccess
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
-from infinity.zero.deferred_init import spool_of
+from infinity.zero.deferred_init import init_of
 from infinity.zero.gradients import Gradients
 from infinity.zero.health import Health
 from infinity.zero.hooks import ModuleHooks
@@ -68,24 +68,24 @@ def make_step(
 
 @mappings_of_their_own()
 def build_runtime(
-    question: PlanInputs, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
+    inputs: PlanInputs, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
     ledger: Ledger, undo: ExitStack,
 ) -> Runtime:  # fmt: skip
     """Allocate what the plan says and move the model into it. Each part registers its close in `undo`, in case a later
-    one fails. question: what the plan was made of.
+    one fails. inputs: what the plan was made of.
     """
-    spool, ranks, config = spool_of(list(model.parameters())), groups.ranks, question.config
-    if spool is not None:
+    init, ranks, config = init_of(list(model.parameters())), groups.ranks, inputs.config
+    if init is not None:
         undo.callback(groups.close)
     store = open_store(config, plan, rank=ranks.rank, device=device, ledger=ledger)
     undo.callback(store.close)
     units = make_units(model, plan, store=store, device=device, group=groups.data, ledger=ledger)
     Materializer(
-        units, plan=plan, store=store, groups=groups, spool=spool, every=taken_in_order(model, question.units),
+        units, plan=plan, store=store, groups=groups, init=init, every=taken_in_order(model, inputs.units),
         moments_start=optimizer.rule.start,
     ).run()
-    if spool is not None:
-        spool.close()
+    if init is not None:
+        init.close()
     step = make_step(config, plan, store, device, groups, optimizer)
     undo.callback(step.close)
     gradients = Gradients(
@@ -101,11 +101,11 @@ def build_runtime(
         publish_model(model, parts=groups.data.size)
     _place_buffers(model, device, config.compute_dtype)
     # Beneath the hooks, and beneath what computes blocks again.
-    exchanges = apply(model, question.axis, groups.tensor, device.torch)
+    exchanges = apply(model, inputs.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
     hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
-    checkpointing = make_checkpointing(config, model, question.checkpointed, ranks, device, ledger)
+    checkpointing = make_checkpointing(config, model, inputs.checkpointed, ranks, device, ledger)
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
@@ -114,7 +114,7 @@ def build_runtime(
         config.config, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
     )
     undo.callback(progress.close)
-    first_batch = FirstBatch(question, plan, model, coordinator, compiled, groups.stage, device, ledger)
+    first_batch = FirstBatch(inputs, plan, model, coordinator, compiled, groups.stage, device, ledger)
     health = Health(store, step, groups)
     access = ParamAccess(plan, store, groups, units, gradients, coordinator, step, health)
     return Runtime(

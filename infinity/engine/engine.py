@@ -699,17 +699,17 @@ class Engine(DeepSpeedNames, nn.Module):
                 f"the module cannot keep its weights: {reason}. Write them with engine.export(folder), or take them on "
                 "rank 0 with engine.state_dict(), then call engine.close()"
             )
-        keeper = WeightKeeper(self._runtime) if keep_weights else None
-        if keeper is not None:
+        owner = WeightKeeper(self._runtime) if keep_weights else None
+        if owner is not None:
             self._check("hand the weights to the module")
             self._checkpoints.background.finish()
             with self.groups.telling():
-                keeper.take()
+                owner.take()
         try:
             self._close(at_once=False)
         finally:
-            if keeper is not None:
-                keeper.finish()
+            if owner is not None:
+                owner.finish()
                 self._runtime.health.mark_handed_over()
 
     def destroy(self) -> None:

@@ -1,6 +1,6 @@
 """Closing an engine so that its module keeps the weights: where they go, and what is given up for them.
 
-The weights leave an engine with their model: whole, unit by unit, as ordinary parameters or into a spool.
+The weights leave an engine with their model: whole, unit by unit, as ordinary parameters or into a `DeferredInit`.
 
 The parameters stay the objects that they are, so that an optimizer's groups of before hold; they have the dtype that
 the engine has computed in. Until `finish` everything can be undone: the partitions keep their values meanwhile.
@@ -66,18 +66,18 @@ class _Before:
 class Handover:
     """Takes the parameters of all units of which `is_handed_over` says so.
 
-    spool: takes them from here; None: they stay in CPU memory. discard: give each partition's memory back once its
+    init: takes them from here; None: they stay in CPU memory. discard: give each partition's memory back once its
     values are out, after which nothing can be undone.
     """
 
     def __init__(
-        self, units: Sequence[Unit], memory: GatheredMemory, store: TieredStore, *, spool: DeferredInit | None,
+        self, units: Sequence[Unit], memory: GatheredMemory, store: TieredStore, *, init: DeferredInit | None,
         discard: bool = False,
     ) -> None:  # fmt: skip
         self._units = units
         self._memory = memory
         self._store = store
-        self._spool = spool
+        self._init = init
         self._discard = discard
         self._before: list[_Before] = []
         # Tensors of parameters in tiles of which some tiles are still to come.
@@ -98,18 +98,18 @@ class Handover:
 
     def undo(self) -> None:
         """Give the parameters back to the engine."""
-        if self._spool is not None:
-            self._spool.close()
+        if self._init is not None:
+            self._init.close()
         for before in reversed(self._before):
             before.restore()
         self._before.clear()
         self._growing.clear()
 
     def finish(self) -> None:
-        """The engine is closed: from now on the parameters are the program's, or the spool's."""
+        """The engine is closed: from now on the parameters are the program's, or the `DeferredInit`'s."""
         self._before.clear()
-        if self._spool is not None:
-            self._spool.seal()
+        if self._init is not None:
+            self._init.seal()
 
     def _take(self, unit: Unit) -> None:
         done: list[tuple[nn.Parameter, str, Tensor]] = []
@@ -123,8 +123,8 @@ class Handover:
             self._before.append(_Before.of(param))
             parameter.restore(param, values)
             parameter.forget(param)
-            if self._spool is not None:
-                self._spool.attach(param, name)
+            if self._init is not None:
+                self._init.attach(param, name)
         if self._discard:
             self._store.discard(unit.key)
 
@@ -167,22 +167,22 @@ class WeightKeeper:
                 runtime.coordinator.memory.gather(unit)
                 unit.finish_gather()
         needed = sum(unit.layout.nbytes for unit in runtime.access.units if is_handed_over(unit))
-        spool, discard = self._place(needed)
+        init, discard = self._place(needed)
         if discard:
             runtime.health.mark_broken("its states were given up for its weights, which are on their way to the module")
             held = [partition.key for partition, _ in runtime.store.held()]
             runtime.store.discard(*(key for key in held if key.kind is not Kind.PARAM))
             trim()
         self._handover = Handover(
-            runtime.access.units, runtime.coordinator.memory, runtime.store, spool=spool, discard=discard
+            runtime.access.units, runtime.coordinator.memory, runtime.store, init=init, discard=discard
         )
         with ExitStack() as undo, mappings_of_their_own():
-            if spool is not None:
-                undo.callback(spool.groups.close)
+            if init is not None:
+                undo.callback(init.groups.close)
             self._handover.take()
             undo.pop_all()
         if needed:
-            place = "CPU memory" if spool is None else f"swap files in {', '.join(runtime.config.nvme_path or ())}"
+            place = "CPU memory" if init is None else f"swap files in {', '.join(runtime.config.nvme_path or ())}"
             logger.info("the module keeps its weights, in %s: %s", place, format_bytes(needed))
 
     def finish(self) -> None:
@@ -201,8 +201,8 @@ class WeightKeeper:
                     module._buffers[name] = buffer.cpu()
 
     def _place(self, needed: int) -> tuple[DeferredInit | None, bool]:
-        """Decide where `needed` bytes go, the same on every rank: (a spool or None for CPU memory, whether states are
-        given up before). CapacityError where they have no room; nothing has changed then.
+        """Decide where `needed` bytes go, the same on every rank: (a `DeferredInit` or None for CPU memory, whether
+        states are given up before). CapacityError where they have no room; nothing has changed then.
         """
         runtime = self._runtime
         ranks, config = runtime.groups.ranks, runtime.config

@@ -44,7 +44,7 @@ from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
 from infinity.zero.access import gathered, modify, read
 from infinity.zero.compiled import unwrapped
-from infinity.zero.deferred_init import DeferredInit, merged_spool
+from infinity.zero.deferred_init import DeferredInit, merged_init
 from infinity.zero.states import ParameterState
 
 __all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
@@ -85,26 +85,26 @@ def initialize(
         resolved = _resolve(load_config(source, conventions=conventions), model, ranks, optimizer, lr_scheduler)
         patience.last(resolved.config.watchdog_seconds)
     _free(model, conventions)
-    spool = merged_spool(list(model.parameters()))
-    groups = _groups_of_spool(spool, resolved) if spool is not None else groups_of(resolved, ranks, device)
+    init = merged_init(list(model.parameters()))
+    groups = _groups_of_init(init, resolved) if init is not None else groups_of(resolved, ranks, device)
     with ExitStack() as undo, groups.telling():
-        if spool is None:
+        if init is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
         draw = None if loader is None else loader.example
-        plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, draw)
+        plan, inputs = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, draw)
         agree_on_plan(plan, groups.stage, groups.world)
         applied = apply_liger(resolved.config.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
-        ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
-        runtime = build_runtime(question, model, plan, groups, device, trained.optimizer, ledger, undo)
+        ledger = Ledger(inputs.limits, inputs.reserve.taken_nbytes, inputs.reserve.peak_nbytes(plan))
+        runtime = build_runtime(inputs, model, plan, groups, device, trained.optimizer, ledger, undo)
         stepped = optimizer_of(runtime, trained.groups, trained.optimizer, optimizer)
         scheduler = scheduler_of(resolved, lr_scheduler, stepped)
         engine = Engine(runtime, stepped, scheduler, loader)
         runtime.access.own_parameters(model)
         undo.pop_all()
     trim()
-    for line in [*remarks(question, model, plan, device), *applied, _headline(resolved, plan, trained)]:
+    for line in [*remarks(inputs, model, plan, device), *applied, _headline(resolved, plan, trained)]:
         logger.info(line)
     return engine, stepped, loader, scheduler
 
@@ -144,9 +144,9 @@ class _Trained:
         return {id(param): index for index, group in enumerate(self.groups) for param in group["params"]}
 
 
-def _groups_of_spool(spool: DeferredInit, config: ResolvedConfig) -> ProcessGroups:
+def _groups_of_init(init: DeferredInit, config: ResolvedConfig) -> ProcessGroups:
     """Return the groups that a model was built with; ConfigError if the configuration has other axes now."""
-    topology = spool.groups.topology
+    topology = init.groups.topology
     axes = (("tensor", topology.tp, config.tensor), ("pipeline", topology.pp, config.pipeline))
     for axis, built, given in axes:
         if built != given:
@@ -154,7 +154,7 @@ def _groups_of_spool(spool: DeferredInit, config: ResolvedConfig) -> ProcessGrou
                 f"the model was built with parallel.{axis} {built}, and initialize() is given {given}: give "
                 f"infinity.Init or infinity.load_hf the same configuration, with parallel.{axis} in it"
             )
-    return spool.groups
+    return init.groups
 
 
 def _checked(model: nn.Module | None) -> nn.Module:
@@ -191,7 +191,7 @@ def _free(model: nn.Module, conventions: Conventions) -> None:
         close_engines_of(model)
     refuse_parts(model)
     for name, param in model.named_parameters():
-        owner = param.__dict__.get("_infinity_owner")
+        owner = param.__dict__.get("_infinity_access")
         if owner is not None and not owner.coordinator.closed:
             raise ConfigError(
                 f"{name} belongs to another engine: close() that one first, or give each engine a model of its own"

@@ -1,4 +1,4 @@
-"""Building a model straight into its tiers: `infinity.Init`, and the spool that it and `infinity.load_hf` fill."""
+"""Building a model straight into its tiers: `infinity.Init`, and what it and `infinity.load_hf` fill."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ class Init:
     def __enter__(self) -> Init:
         if not self._enabled:
             return self
-        spool, dtype = self._open()
+        init, dtype = self._open()
         self._exit.enter_context(mappings_of_their_own())
 
         def adopt(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             if param is not None:
-                self._adopt(spool, param, f"{type(module).__name__}.{name}", dtype)
+                self._adopt(init, param, f"{type(module).__name__}.{name}", dtype)
 
         hook = register_module_parameter_registration_hook(adopt)
         self._exit.callback(hook.remove)
-        self._exit.push(lambda kind, *_: spool.seal() if kind is None else spool.close())
+        self._exit.push(lambda kind, *_: init.seal() if kind is None else init.close())
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -87,7 +87,7 @@ class Init:
         trim()
 
     def _open(self) -> tuple[DeferredInit, torch.dtype | None]:
-        """Return a spool, and the dtype of its parameters; None for their own."""
+        """Return what holds the values, and the dtype of its parameters; None for their own."""
         config, resolved, ranks = _read(self._source, self._conventions)
         if self._on_drive and resolved.nvme_path is None:
             raise ConfigError(
@@ -97,27 +97,27 @@ class Init:
         dtype = self._dtype
         if dtype is None and self._source is not None and self._conventions.init_dtype == "trained":
             dtype = _trained_dtype(config, resolved)
-        return _spool(resolved, ranks), dtype
+        return _init(resolved, ranks), dtype
 
-    def _adopt(self, spool: DeferredInit, param: nn.Parameter, name: str, dtype: torch.dtype | None) -> None:
+    def _adopt(self, init: DeferredInit, param: nn.Parameter, name: str, dtype: torch.dtype | None) -> None:
         _cast(param, dtype)
-        spool.attach(param, name)
+        init.attach(param, name)
         if self._conventions.parameter_attributes:
-            publish(param, parts=spool.groups.data.size)
+            publish(param, parts=init.groups.data.size)
 
     def _take_in(self, module: nn.Module) -> None:
-        spool, dtype = self._open()
-        with mappings_of_their_own(), spool.groups.telling():
+        init, dtype = self._open()
+        with mappings_of_their_own(), init.groups.telling():
             try:
                 for name, param in module.named_parameters():
-                    self._adopt(spool, param, name, dtype)
-                spool.seal()
-                for param in module.parameters() if spool.groups.world.size > 1 else ():
-                    if spool.holds(param):
-                        with modify_deferred(spool, [param], 0):
+                    self._adopt(init, param, name, dtype)
+                init.seal()
+                for param in module.parameters() if init.groups.world.size > 1 else ():
+                    if init.holds(param):
+                        with modify_deferred(init, [param], 0):
                             pass
             except BaseException:
-                spool.close()
+                init.close()
                 raise
         trim()
 
@@ -179,10 +179,10 @@ def _trained_dtype(config: Config, resolved: ResolvedConfig) -> torch.dtype | No
     return _DTYPES[resolved.compute_dtype]
 
 
-def open_spool(source: ConfigSource, conventions: Conventions = STRICT) -> DeferredInit:
-    """Return a spool for a model that will be built, on the configuration's drives, with the process groups."""
+def open_init(source: ConfigSource, conventions: Conventions = STRICT) -> DeferredInit:
+    """Return what will hold a model's values, on the configuration's drives, with the process groups."""
     _, resolved, ranks = _read(source, conventions)
-    return _spool(resolved, ranks)
+    return _init(resolved, ranks)
 
 
 def all_ranks_read() -> AbstractContextManager[Patience]:
@@ -204,7 +204,7 @@ def _read(source: ConfigSource, conventions: Conventions) -> tuple[Config, Resol
     return config, resolved, ranks
 
 
-def _spool(resolved: ResolvedConfig, ranks: Ranks) -> DeferredInit:
+def _init(resolved: ResolvedConfig, ranks: Ranks) -> DeferredInit:
     groups = groups_of(resolved, ranks, Device.detect(ranks.local_rank))
     with ExitStack() as undo, groups.telling():
         undo.callback(groups.close)

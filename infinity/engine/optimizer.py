@@ -292,7 +292,7 @@ class OptimizerStates(MutableMapping[nn.Parameter, "StatesOf"]):
 
     def _has(self, param: object) -> bool:
         """Whether it is a parameter of the engine, which is not closed."""
-        return getattr(param, "__dict__", {}).get("_infinity_owner") is self._access
+        return getattr(param, "__dict__", {}).get("_infinity_access") is self._access
 
     def clear(self) -> None:
         """Have all parameters begin anew."""

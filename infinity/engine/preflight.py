@@ -17,7 +17,7 @@ from infinity.config import ResolvedConfig
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.groups import ProcessGroups
-from infinity.engine.activation_forecast import Call, on_shapes, place_of, set_aside, spooled_nbytes, stated_batch
+from infinity.engine.activation_forecast import Call, deferred_nbytes, on_shapes, place_of, set_aside, stated_batch
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import scratch
 from infinity.memory.drives import check_drives, free_for_rank, free_nvme_nbytes
@@ -56,7 +56,7 @@ def preflight(
     ranks = groups.ranks
     check_drives(config)
     free = _agreed(_free(config, model, device, ranks.local_size), groups.world)
-    taken = max(baseline_nbytes(model) - spooled_nbytes(model), 0)
+    taken = max(baseline_nbytes(model) - deferred_nbytes(model), 0)
     whole = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
     parallel = config.config.parallel
     axis = tensor_axis_of(model, whole, size=config.tensor, sequence=parallel.sequence, given=parallel.plan)
@@ -94,11 +94,11 @@ def preflight(
         found = on_shapes(config, model, *call, device, recomputed=checkpointed, blocks=blocks, training=True)
         return found if found is None or place is None else in_stages(found, place)
 
-    question, plan = _with_activations(asked, measured, config, model, draw)
-    refuse(question, plan, rank=ranks.rank)
+    inputs, plan = _with_activations(asked, measured, config, model, draw)
+    refuse(inputs, plan, rank=ranks.rank)
     _refuse_without_values(model)
-    _checkpoint_room(question, model, plan, rank=ranks.rank)
-    return plan, question
+    _checkpoint_room(inputs, model, plan, rank=ranks.rank)
+    return plan, inputs
 
 
 def _with_activations(
@@ -107,17 +107,17 @@ def _with_activations(
 ) -> tuple[PlanInputs, Plan]:  # fmt: skip
     """A plan beside which a micro-batch's activations fit, as far as anything shows one."""
     tokens = stated_batch(config, model) if config.config.memory.activations.max_bytes is None else None
-    question = asked(measured(None if tokens is None else ((), tokens)))
-    if question.reserve.activations:
-        return question, question.plan()
+    inputs = asked(measured(None if tokens is None else ((), tokens)))
+    if inputs.reserve.activations:
+        return inputs, inputs.plan()
     # Bounds that may be lowered leave room for activations; if not even that fits, nothing is left for them.
-    roomy = asked(unknown_nbytes=(question.free.device or 0) // _LEFT_TO_ACTIVATIONS)
+    roomy = asked(unknown_nbytes=(inputs.free.device or 0) // _LEFT_TO_ACTIVATIONS)
     plan = roomy.plan()
     if roomy.fits(plan):
-        return question, plan
+        return inputs, plan
     if (found := measured(draw() if draw is not None else None)) is not None:
-        question = asked(found)
-    return question, question.plan()
+        inputs = asked(found)
+    return inputs, inputs.plan()
 
 
 def stages_asked(model: nn.Module) -> int | None:
@@ -134,11 +134,11 @@ def _refuse_without_values(model: nn.Module) -> None:
             )
 
 
-def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:
+def remarks(inputs: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:
     """What the program should know of its configuration, and of a plan that fits."""
-    reserve = question.reserve
-    lines = [*question.config.report(), *question.axis.remarks, *_checkpoint_room(question, model, plan)]
-    if lowered := lowered_in_words(question.request, plan):
+    reserve = inputs.reserve
+    lines = [*inputs.config.report(), *inputs.axis.remarks, *_checkpoint_room(inputs, model, plan)]
+    if lowered := lowered_in_words(inputs.request, plan):
         lines.append(f"fitted to the memory that is free: {lowered}")
     in_memory = in_process(plan.bytes_by_tier(), accelerator=device.own_memory)
     parts = (
@@ -157,19 +157,19 @@ def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) 
     return lines
 
 
-def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank: int = 0) -> list[str]:
+def _checkpoint_room(inputs: PlanInputs, model: nn.Module, plan: Plan, *, rank: int = 0) -> list[str]:
     """A line that says how many tokens' activation checkpoints their tier of drives takes beside the plan.
 
     How many there will be only the batch says. CapacityError where not even the least has room: the first file, or one
     token of each sequence of a micro-batch.
     """
-    config, held = question.config, plan.nbytes_by_tier()
+    config, held = inputs.config, plan.nbytes_by_tier()
     tier = Tier.named(config.checkpoint_tier)
-    room = question.limits.room(tier, held)
+    room = inputs.limits.room(tier, held)
     if not tier.on_drive or room is None:
         return []
     every = max(config.config.activation_checkpointing.every, 1)
-    recomputed = repeated_blocks(question.node, classes=question.blocks, every=every)
+    recomputed = repeated_blocks(inputs.node, classes=inputs.blocks, every=every)
     blocks, part = len(recomputed), plan.pipeline
     if part is not None:
         flags = [path in recomputed for path in part.split.cut.blocks]
@@ -202,7 +202,7 @@ def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: 
     storages = [param.untyped_storage() for param in model.parameters() if _has_memory(param)]
     for storage in {storage.data_ptr(): storage for storage in storages}.values():
         held[storage.device.type] = held.get(storage.device.type, 0) + storage.nbytes()
-    held["cpu"] += spooled_nbytes(model)
+    held["cpu"] += deferred_nbytes(model)
     free = device.free_nbytes()
     drives = None
     if config.nvme_path is not None:

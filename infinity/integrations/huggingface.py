@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.base.untrusted import read_json, reason
 from infinity.checkpoint.weight_files import StoredTensor, WeightFolder
 from infinity.distributed.collectives import exchange
-from infinity.engine.model_init import ConfigSource, open_spool
+from infinity.engine.model_init import ConfigSource, open_init
 from infinity.errors import ConfigError, InfinityError, listed
 from infinity.log import logger
 from infinity.zero import parameter
@@ -80,13 +80,13 @@ def load_hf(
         ConfigError: the folder is incomplete, differs between ranks or does not match the model.
     """
     folder = Path(path)
-    spool = open_spool(config)
+    init = open_init(config)
     try:
-        with spool.groups.telling():
+        with init.groups.telling():
             model_config = _configuration(folder, overrides)
             weights = WeightFolder(folder)
-            spool.resources.callback(weights.close)
-            _check_alike(spool, weights)
+            init.resources.callback(weights.close)
+            _check_alike(init, weights)
             with _of_transformers(folder / "config.json"):
                 model = _skeleton(model_class or transformers.AutoModelForCausalLM, model_config, weights)
             if os.path.lexists(folder / _GENERATION):
@@ -95,9 +95,9 @@ def load_hf(
                     model.generation_config = transformers.GenerationConfig.from_pretrained(folder)  # type: ignore[assignment]
             found = _match(model, weights.tensors)
             _report(model, folder, found, strict=strict)
-            _adopt(model, spool, found)
+            _adopt(model, init, found)
     except BaseException:
-        spool.close()
+        init.close()
         raise
     return model.train()
 
@@ -191,9 +191,9 @@ def _skeleton(model_class: Any, model_config: Any, weights: WeightFolder) -> nn.
     return model
 
 
-def _check_alike(spool: DeferredInit, weights: WeightFolder) -> None:
+def _check_alike(init: DeferredInit, weights: WeightFolder) -> None:
     """Raise ConfigError unless all ranks see the same files, because every rank reads its own ranges."""
-    group = spool.groups.world
+    group = init.groups.world
     if group.size == 1:
         return
     seen = exchange([float(weights.fingerprint)], group)
@@ -274,7 +274,7 @@ def _report(model: nn.Module, folder: Path, found: _Found, *, strict: bool) -> N
     logger.warning("%s\n  %s.", text, then)
 
 
-def _adopt(model: Any, spool: DeferredInit, found: _Found) -> None:
+def _adopt(model: Any, init: DeferredInit, found: _Found) -> None:
     """Replace every meta parameter by one with its stored values, fill buffers, and initialize the other parameters."""
     names = _names_by_tensor(model)
     made: dict[int, nn.Parameter] = {}
@@ -285,12 +285,12 @@ def _adopt(model: Any, spool: DeferredInit, found: _Found) -> None:
         trains = old.requires_grad and dtype.is_floating_point
         if stored is None:
             param = nn.Parameter(torch.empty(old.shape, dtype=dtype, device="cpu"), requires_grad=trains)
-            spool.attach(param, name)
+            init.attach(param, name)
             unknown = True
         else:
             stand_in = parameter.placeholder(old.shape, dtype, torch.device("cpu"))
             param = nn.Parameter(stand_in, requires_grad=trains)
-            spool.attach(param, name, found.origins[stored])
+            init.attach(param, name, found.origins[stored])
             # transformers' initialize_weights() leaves such a parameter alone.
             param._is_hf_initialized = True  # type: ignore[attr-defined]
         made[id(old)] = param

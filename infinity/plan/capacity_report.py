@@ -50,66 +50,66 @@ class Fit:
         return json.dumps(nested(values))
 
 
-def refuse(question: PlanInputs, plan: Plan, rank: int = 0) -> None:
-    """Raise CapacityError with a table of tiers, kinds and limits if `plan`, made from `question`, does not fit."""
-    if question.fits(plan):
+def refuse(inputs: PlanInputs, plan: Plan, rank: int = 0) -> None:
+    """Raise CapacityError with a table of tiers, kinds and limits if `plan`, made from `inputs`, does not fit."""
+    if inputs.fits(plan):
         return
-    lines = list(excesses(plan.bytes_by_tier(), question.limits))[:1] or [_initial(question, plan)]
+    lines = list(excesses(plan.bytes_by_tier(), inputs.limits))[:1] or [_initial(inputs, plan)]
     lines[0] = f"rank {rank} {lines[0]}"
-    if lowered := lowered_in_words(question.request, plan):
+    if lowered := lowered_in_words(inputs.request, plan):
         lines.append(f"  That is with {lowered}.")
-    lines.append(account(plan, question.limits))
-    if aside := question.reserve.in_words():
-        free = question.free
+    lines.append(account(plan, inputs.limits))
+    if aside := inputs.reserve.in_words():
+        free = inputs.free
         rooms = {"the accelerator": free.gpu, "CPU memory": free.cpu, "memory": free.process}
         found = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in rooms.items() if nbytes is not None)
         lines.append(
             f"  Free: {found}. Of that is set aside: {aside}. The process had "
-            f"{format_bytes(question.reserve.taken_nbytes)} before."
+            f"{format_bytes(inputs.reserve.taken_nbytes)} before."
         )
-        if fits_without_activations(question, plan):
-            lines.append(f"  It would fit without the activations: {less_activations(question)}")
-    raise CapacityError("\n".join([*lines, _way_out(question)]))
+        if fits_without_activations(inputs, plan):
+            lines.append(f"  It would fit without the activations: {less_activations(inputs)}")
+    raise CapacityError("\n".join([*lines, _way_out(inputs)]))
 
 
-def less_activations(question: PlanInputs) -> str:
+def less_activations(inputs: PlanInputs) -> str:
     """What would make a micro-batch's activations less, of what the configuration does not have yet."""
-    config = question.config
+    config = inputs.config
     ways = []
     if config.micro_batch > 1:
         ways.append("lower train_micro_batch_size_per_gpu, and raise gradient_accumulation_steps as much")
-    blocks = repeated_blocks(question.node, classes=question.blocks, every=1)
+    blocks = repeated_blocks(inputs.node, classes=inputs.blocks, every=1)
     if not config.config.activation_checkpointing.every:
         ways += ["have blocks computed again in backward (activation_checkpointing.every = 1)"] if blocks else []
     elif Tier.named(config.checkpoint_tier).on_device:
         ways.append('keep the inputs of recomputed blocks elsewhere (activation_checkpointing.offload.device = "nvme")')
     ways.append("run MLPs and the loss in tiles (infinity.tile_sequence)" if blocks else "shorten the inputs")
-    return f"{', or '.join(ways)}.{_fewer_in_flight(question)}"
+    return f"{', or '.join(ways)}.{_fewer_in_flight(inputs)}"
 
 
-def _fewer_in_flight(question: PlanInputs) -> str:
+def _fewer_in_flight(inputs: PlanInputs) -> str:
     """What a pipeline can do to have fewer micro-batches in flight."""
-    schedule = question.config.config.parallel.schedule
-    if question.cut is None or schedule == "1f1b":
+    schedule = inputs.config.config.parallel.schedule
+    if inputs.cut is None or schedule == "1f1b":
         return ""
     return f" Of the schedules, \"1f1b\" has the fewest micro-batches in flight; parallel.schedule is \"{schedule}\"."
 
 
-def fits_without_activations(question: PlanInputs, plan: Plan) -> bool:
+def fits_without_activations(inputs: PlanInputs, plan: Plan) -> bool:
     """Whether a plan would fit if no memory were set aside for activations."""
     held = plan.nbytes_by_tier()
-    held[Tier.GPU] -= question.reserve.activation_nbytes
-    return question.limits.fits(held)
+    held[Tier.GPU] -= inputs.reserve.activation_nbytes
+    return inputs.limits.fits(held)
 
 
-def _initial(question: PlanInputs, plan: Plan) -> str:
+def _initial(inputs: PlanInputs, plan: Plan) -> str:
     """Explain that partitions and the model that they are made from do not fit side by side."""
-    free = question.free.host
+    free = inputs.free.host
     text = (
-        f"needs {format_bytes(question.reserve.initial_nbytes(plan))} of memory while the partitions are made from "
+        f"needs {format_bytes(inputs.reserve.initial_nbytes(plan))} of memory while the partitions are made from "
         f"the model, but {format_bytes(free or 0)} are free"
     )
-    if question.reserve.model_nbytes_max is not None:
+    if inputs.reserve.model_nbytes_max is not None:
         return f"{text}."
     return (
         f"{text}: the model has its values in memory. Build it under `with infinity.Init(config=...):`, or load it "
@@ -135,28 +135,28 @@ def account(plan: Plan, capacity: Capacity) -> str:
     return "\n".join(lines)
 
 
-def nearest_fit(question: PlanInputs) -> Fit | None:
+def nearest_fit(inputs: PlanInputs) -> Fit | None:
     """Return the first change that fits: fewest keys first, then the fastest tiers, then more ranks. None: no change
     that was tried fits.
     """
-    choices = [(keys, changed(question.config, keys)) for keys in _changes(question.config, _group_numel(question))]
-    choices = [(keys, config) for keys, config in choices if not _hopeless(replace(question, config=config))]
+    choices = [(keys, changed(inputs.config, keys)) for keys in _changes(inputs.config, _group_numel(inputs))]
+    choices = [(keys, config) for keys, config in choices if not _hopeless(replace(inputs, config=config))]
     for keys, config in choices:
-        other = replace(question, config=config)
+        other = replace(inputs, config=config)
         plan = other.plan(raised=False)
         if other.fits(plan):
-            return Fit(keys, question.topology.world_size, plan)
-    return _more_ranks(question)
+            return Fit(keys, inputs.topology.world_size, plan)
+    return _more_ranks(inputs)
 
 
-def _more_ranks(question: PlanInputs) -> Fit | None:
+def _more_ranks(inputs: PlanInputs) -> Fit | None:
     """Try more nodes like these, with the configuration as it is and then with homes found by budgets. Three numbers of
     ranks are tried, from the fewest that could be enough.
     """
-    for keys in ({}, _different(question.config, _by_budget()) or None):
+    for keys in ({}, _different(inputs.config, _by_budget()) or None):
         if keys is None:
             continue
-        other = replace(question, config=changed(question.config, keys))
+        other = replace(inputs, config=changed(inputs.config, keys))
         for times in _enough(other):
             there = _times(other, times)
             plan = there.plan(raised=False)
@@ -165,38 +165,38 @@ def _more_ranks(question: PlanInputs) -> Fit | None:
     return None
 
 
-def _enough(question: PlanInputs) -> list[int]:
+def _enough(inputs: PlanInputs) -> list[int]:
     """Factors to multiply the ranks by: the smallest that could be enough, and larger ones."""
     numbers = range(2, _TIMES_MAX)
 
     def could_do(times: int) -> bool:
-        return not _hopeless(_times(question, times))
+        return not _hopeless(_times(inputs, times))
 
     at = bisect_left(numbers, True, key=could_do)
     return [math.ceil(numbers[at] * margin) for margin in _MARGINS] if at < len(numbers) else []
 
 
-def _times(question: PlanInputs, times: int) -> PlanInputs:
-    return replace(question, topology=replace(question.topology, dp=question.topology.dp * times))
+def _times(inputs: PlanInputs, times: int) -> PlanInputs:
+    return replace(inputs, topology=replace(inputs.topology, dp=inputs.topology.dp * times))
 
 
-def smallest(question: PlanInputs) -> Plan:
+def smallest(inputs: PlanInputs) -> Plan:
     """The plan with as much as possible on NVMe and the least in memory: what any hardware must have for this model."""
-    keys = {**_nvme(question.config, "offload_param", "offload_optimizer"), f"{_ZERO}.stage": 3}
-    keys |= {_LIVE: _LIVE_NUMELS[-1], _AHEAD: 0, _GROUP: _group_numel(question)}
-    return replace(question, config=changed(question.config, keys)).plan()
+    keys = {**_nvme(inputs.config, "offload_param", "offload_optimizer"), f"{_ZERO}.stage": 3}
+    keys |= {_LIVE: _LIVE_NUMELS[-1], _AHEAD: 0, _GROUP: _group_numel(inputs)}
+    return replace(inputs, config=changed(inputs.config, keys)).plan()
 
 
-def _way_out(question: PlanInputs) -> str:
-    fit = nearest_fit(question)
+def _way_out(inputs: PlanInputs) -> str:
+    fit = nearest_fit(inputs)
     if fit is None:
-        needs = _takes(smallest(question))
-        ranks = question.topology.world_size
+        needs = _takes(smallest(inputs))
+        ranks = inputs.topology.world_size
         return (
             f"Nothing that was tried fits, on up to {ranks * _TIMES_MAX} ranks. The smallest plan of this model on "
             f"{ranks} needs {needs} for each rank: give it hardware that has so much, or raise the limits in memory."
         )
-    where = f"on {fit.ranks} ranks" if fit.ranks != question.topology.world_size else ""
+    where = f"on {fit.ranks} ranks" if fit.ranks != inputs.topology.world_size else ""
     with_keys = f"with {fit.as_json()}" if fit.changes else ""
     return f"Nearest configuration that fits: {' '.join(filter(None, (with_keys, where)))} (takes {_takes(fit.plan)})."
 
@@ -218,9 +218,9 @@ def _changes(config: ResolvedConfig, group_numel: int) -> list[dict[str, Any]]:
     return sorted(found, key=lambda keys: (_SOME_DRIVE in keys.values(), len(keys)))
 
 
-def _group_numel(question: PlanInputs) -> int:
+def _group_numel(inputs: PlanInputs) -> int:
     """A small sub-group, yet not so small that a plan had too many."""
-    return max(1 << 18, question.numels[1] // question.topology.dp // SUB_GROUPS_MAX)
+    return max(1 << 18, inputs.numels[1] // inputs.topology.dp // SUB_GROUPS_MAX)
 
 
 def _proposals(config: ResolvedConfig, group_numel: int) -> Iterator[dict[str, Any]]:
@@ -281,10 +281,10 @@ def _different(config: ResolvedConfig, keys: Mapping[str, Any]) -> dict[str, Any
     return different
 
 
-def _hopeless(question: PlanInputs) -> bool:
+def _hopeless(inputs: PlanInputs) -> bool:
     """Whether the bytes that any plan has to place exceed the limits. Needs no plan."""
-    request, limits, dp = question.request, question.limits, question.topology.dp
-    numel, trained = question.numels
+    request, limits, dp = inputs.request, inputs.limits, inputs.topology.dp
+    numel, trained = inputs.numels
     trained //= dp if request.stage else 1
     states = trained * states_nbytes(request)
     params = numel * DTYPE_NBYTES[request.compute_dtype]

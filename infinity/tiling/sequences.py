@@ -129,19 +129,19 @@ def _pieces_of(param: Any) -> Tiles | _Plain | None:
     if param is None:
         return None
     tiles = tiles_of(param)
-    keeper = param.__dict__.get("_infinity_keeper")
-    if tiles is not None or not isinstance(keeper, Coordinator) or keeper.closed:
+    owner = param.__dict__.get("_infinity_owner")
+    if tiles is not None or not isinstance(owner, Coordinator) or owner.closed:
         return tiles or _Plain(param)
-    return Tiles(param, [Tile(keeper.unit_of(param), param, 0, len(param))], keeper)
+    return Tiles(param, [Tile(owner.unit_of(param), param, 0, len(param))], owner)
 
 
 def _units_below(module: nn.Module) -> tuple[Coordinator | None, list[Any]]:
     """Return the coordinator of a module's parameters and their units, each once, without tiles."""
     coordinator, units = None, {}
     for param in module.parameters():
-        keeper = param.__dict__.get("_infinity_keeper")
-        if isinstance(keeper, Coordinator) and not keeper.closed:
-            coordinator, unit = keeper, keeper.unit_of(param)
+        owner = param.__dict__.get("_infinity_owner")
+        if isinstance(owner, Coordinator) and not owner.closed:
+            coordinator, unit = owner, owner.unit_of(param)
             units[unit.layout.index] = unit
     return coordinator, list(units.values())
 

@@ -50,7 +50,7 @@ from infinity.plan.types import Kind
 from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator, ModuleCall
-from infinity.zero.deferred_init import PIECE_NBYTES, DeferredInit, broadcast_values, spools_of
+from infinity.zero.deferred_init import PIECE_NBYTES, DeferredInit, broadcast_values, inits_of
 from infinity.zero.gradients import Gradients
 from infinity.zero.guards import not_pickled
 from infinity.zero.health import Health
@@ -95,31 +95,31 @@ def _flat(params: Any) -> Iterator[nn.Parameter]:
 def deferred_of(params: list[nn.Parameter]) -> list[tuple[DeferredInit, list[nn.Parameter]]]:
     """Group the parameters that no engine has yet by what keeps them, in the same order on every rank."""
     return [
-        (spool, spool.in_order(found))
-        for spool, group in spools_of(params).items()
-        if (found := [param for param in group if spool.holds(param)])
+        (init, init.in_order(found))
+        for init, group in inits_of(params).items()
+        if (found := [param for param in group if init.holds(param)])
     ]
 
 
 @contextmanager
-def read_deferred(spool: DeferredInit, params: Sequence[nn.Parameter]) -> Iterator[None]:
+def read_deferred(init: DeferredInit, params: Sequence[nn.Parameter]) -> Iterator[None]:
     """Make parameters whole on every rank, with rank 0's values. Collective.
 
     Raises StateError on every rank if one of them was changed in place.
     """
-    with _whole(spool, params):
+    with _whole(init, params):
         for param in params:
-            if not spool.is_shared(param):
-                spool.take_over(param, 0, used=True)
-        before = [(param._version, spool.changes(param), fingerprint(param)) for param in params]
-        with spool.groups.telling():
+            if not init.is_shared(param):
+                init.take_over(param, 0, used=True)
+        before = [(param._version, init.changes(param), fingerprint(param)) for param in params]
+        with init.groups.telling():
             yield
         changed = [
-            spool.changes(param) == changes
+            init.changes(param) == changes
             and (param._version != version or not torch.equal(values, fingerprint(param)))
             for param, (version, changes, values) in zip(params, before, strict=True)
         ]
-        for param, flag in zip(params, on_any_rank(changed, spool.groups.world, "end of read()"), strict=True):
+        for param, flag in zip(params, on_any_rank(changed, init.groups.world, "end of read()"), strict=True):
             if flag:
                 raise StateError(
                     f"{parameter.name_of(param)} was changed inside infinity.read(); the change is undone: make it "
@@ -128,31 +128,31 @@ def read_deferred(spool: DeferredInit, params: Sequence[nn.Parameter]) -> Iterat
 
 
 @contextmanager
-def modify_deferred(spool: DeferredInit, params: Sequence[nn.Parameter], source: int) -> Iterator[None]:
+def modify_deferred(init: DeferredInit, params: Sequence[nn.Parameter], source: int) -> Iterator[None]:
     """Make parameters whole on every rank for writing, and give every rank what rank `source` wrote. Collective.
 
     Inside, a parameter has rank 0's values on the source and the right shape elsewhere: there its values are what that
     rank itself built, until a first block has ended. An error in the block leaves parameters with a value.
     """
-    size = spool.groups.world.size
+    size = init.groups.world.size
     if not 0 <= source < size:
         raise ConfigError(f"modify: rank {source} is to be the source, but the job has {size} rank(s), numbered from 0")
-    with _whole(spool, params):
+    with _whole(init, params):
         for param in params:
-            if source and not spool.is_shared(param):
-                spool.take_over(param, 0, used=True)
-        with spool.groups.telling(), torch.no_grad():
+            if source and not init.is_shared(param):
+                init.take_over(param, 0, used=True)
+        with init.groups.telling(), torch.no_grad():
             yield
         for param in params:
-            spool.take_over(param, source)
+            init.take_over(param, source)
 
 
 @contextmanager
-def _whole(spool: DeferredInit, params: Sequence[nn.Parameter]) -> Iterator[None]:
+def _whole(init: DeferredInit, params: Sequence[nn.Parameter]) -> Iterator[None]:
     with ExitStack() as stack:
         for param in params:
-            spool.make_whole(param)
-            stack.callback(spool.release_whole, param)
+            init.make_whole(param)
+            stack.callback(init.release_whole, param)
         yield
 
 
@@ -317,7 +317,7 @@ def take_own(flat: Tensor, slot: Slot, index: int, start: int, target: Tensor) -
 
 
 # Names in a parameter's attributes of what keeps or trains it.
-_OURS = {"_infinity_keeper", "_infinity_owner"}
+_OURS = {"_infinity_owner", "_infinity_access"}
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
 
@@ -355,7 +355,7 @@ def owners_of(params: Iterable[nn.Parameter]) -> list[tuple[ParamAccess, list[nn
     """
     found: dict[int, tuple[ParamAccess, list[nn.Parameter]]] = {}
     for param in params:
-        owner = param.__dict__.get("_infinity_owner")
+        owner = param.__dict__.get("_infinity_access")
         if owner is not None and not is_elsewhere(param):
             found.setdefault(id(owner), (owner, []))[1].append(param)
     return list(found.values())
@@ -440,8 +440,8 @@ def gathered(params: Params, *, data_too: bool) -> Iterator[None]:
     """As `read`. data_too: raise for changes through `data` too, which torch does not count; else a warning says it."""
     wanted = listed_params(params)
     with ExitStack() as stack:
-        for spool, deferred in deferred_of(wanted):
-            stack.enter_context(read_deferred(spool, deferred))
+        for init, deferred in deferred_of(wanted):
+            stack.enter_context(read_deferred(init, deferred))
         entered = owners_of(wanted)
         again = {}
         for owner, chosen in entered:
@@ -525,8 +525,8 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
     """
     wanted = listed_params(params)
     with ExitStack() as stack:
-        for spool, deferred in deferred_of(wanted):
-            stack.enter_context(modify_deferred(spool, deferred, source))
+        for init, deferred in deferred_of(wanted):
+            stack.enter_context(modify_deferred(init, deferred, source))
         ordinary = [param for param in wanted if param.__dict__.keys().isdisjoint(_OURS)]
         stack.enter_context(modify_ordinary(ordinary, source))
         entered = []

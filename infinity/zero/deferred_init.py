@@ -624,27 +624,27 @@ def _is_small(nbytes: int) -> bool:
     return nbytes <= min(_SMALL_NBYTES, WINDOW_NBYTES // 4)
 
 
-def spool_of(params: list[nn.Parameter]) -> DeferredInit | None:
+def init_of(params: list[nn.Parameter]) -> DeferredInit | None:
     """Return what keeps a model's parameters, if it was built under `Init`; `merged_spool` makes it one."""
-    return next(iter(spools_of(params)), None)
+    return next(iter(inits_of(params)), None)
 
 
-def merged_spool(params: list[nn.Parameter]) -> DeferredInit | None:
-    """Have one `Init`'s spool keep all of a model's parameters that were built under several; return it. Collective."""
+def merged_init(params: list[nn.Parameter]) -> DeferredInit | None:
+    """Have one `DeferredInit` hold all of a model's parameters that were built under several; return it. Collective."""
     first: DeferredInit | None = None
-    for spool, theirs in spools_of(params).items():
+    for init, theirs in inits_of(params).items():
         if first is None:
-            first = spool
+            first = init
         else:
-            first.absorb(spool, theirs)
+            first.absorb(init, theirs)
     return first
 
 
-def spools_of(params: list[nn.Parameter]) -> dict[DeferredInit, list[nn.Parameter]]:
-    """Group the parameters that spools keep, in the order in which the spools were made."""
+def inits_of(params: list[nn.Parameter]) -> dict[DeferredInit, list[nn.Parameter]]:
+    """Group parameters by what holds their values until an engine takes them, in the order in which those were made."""
     found: dict[DeferredInit, list[nn.Parameter]] = {}
     for param in params:
-        keeper = param.__dict__.get("_infinity_keeper")
-        if isinstance(keeper, DeferredInit):
-            found.setdefault(keeper, []).append(param)
+        owner = param.__dict__.get("_infinity_owner")
+        if isinstance(owner, DeferredInit):
+            found.setdefault(owner, []).append(param)
     return dict(sorted(found.items(), key=lambda each: each[0].serial))

@@ -147,14 +147,14 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         return
     params = [param for param in module._parameters.values() if param is not None]
     _need(params, STATE_DICT)
-    owners = (param.__dict__.get("_infinity_owner") for param in params)
+    owners = (param.__dict__.get("_infinity_access") for param in params)
     if (access := next(filter(None, owners), None)) is not None:
         # Whole values are a mixture, too, after a step or a load that has failed in its middle.
         access.health.check(f"take the {STATE_DICT} of its model")
 
 
 def _need(params: Iterable[nn.Parameter], use: str) -> None:
-    """Have the keeper make released parameters whole, or say why it does not."""
+    """Have the owner make released parameters whole, or say why it does not."""
     released = next(filter(is_released, params), None)
     if released is not None:
         owner_of(released).materialize([released], use)
@@ -162,7 +162,7 @@ def _need(params: Iterable[nn.Parameter], use: str) -> None:
 
 def _before_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     for name, param in module._parameters.items():
-        engine = None if param is None else param.__dict__.get("_infinity_owner")
+        engine = None if param is None else param.__dict__.get("_infinity_access")
         if param is None or engine is None or f"{prefix}{name}" not in state or is_writable(param):
             continue
         if is_elsewhere(param):

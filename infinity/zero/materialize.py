@@ -47,11 +47,11 @@ _TRIM_COUNT = 64
 
 
 class Materializer:
-    """Fills the store from the model's parameters. `spool` holds the values of a model that was built under `Init`."""
+    """Fills the store from the model's parameters. `init` holds the values of a model that was built under `Init`."""
 
     def __init__(
         self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, groups: ProcessGroups,
-        spool: DeferredInit | None, every: Sequence[tuple[nn.Parameter, ParamSpec, int]], moments_start: float = 0.0,
+        init: DeferredInit | None, every: Sequence[tuple[nn.Parameter, ParamSpec, int]], moments_start: float = 0.0,
     ) -> None:  # fmt: skip
         """`moments_start`: the first value of what the optimizer keeps of an element. every: all parameters of the
         model, also those of other stages, in one order on all ranks: see `model_units.taken_in_order`.
@@ -61,8 +61,8 @@ class Materializer:
         self._store = store
         self._groups = groups
         self._moments_start = moments_start
-        # Without a spool an empty one is asked.
-        self._spool = spool or DeferredInit(None, groups=groups, timeout_seconds=1.0)
+        # Where the model was built otherwise an empty one is asked.
+        self._init = init or DeferredInit(None, groups=groups, timeout_seconds=1.0)
         # All parameters in the order in which the ranks agree on their values, and how many they have agreed on.
         self._every = list(every)
         self._agreed = 0
@@ -137,7 +137,7 @@ class Materializer:
     def _is_exact(self, unit: Unit) -> bool:
         """Return whether the unit's values are in bf16, so that REMAINDER is zero."""
         return all(
-            (self._spool.dtype(param) if self._spool.holds(param) else param.dtype) is torch.bfloat16
+            (self._init.dtype(param) if self._init.holds(param) else param.dtype) is torch.bfloat16
             for param in map(parameter.whole_of, unit.params)
         )
 
@@ -175,16 +175,16 @@ class Materializer:
 
     def _copy(self, param: nn.Parameter, slot: Slot, start: int, target: Tensor) -> None:
         """Copy elements from `start` on of what this rank has of a parameter into `target` ([n])."""
-        held, shard = self._spool.holds(param), slot.shard
+        held, shard = self._init.holds(param), slot.shard
         if shard is not None:
             ranges = shard.ranges(self._groups.tensor.index)
             if held:
-                read_shard(partial(self._spool.read, param), slot.whole_shape, shard.dim, ranges, start, target)
+                read_shard(partial(self._init.read, param), slot.whole_shape, shard.dim, ranges, start, target)
             else:
                 flat = param.detach().reshape(-1)
                 gather_shard(flat, 0, slot.whole_shape, shard.dim, ranges, start, target)
         elif held:
-            self._spool.read(param, start, target)
+            self._init.read(param, start, target)
         else:
             target.copy_(param.detach().reshape(-1)[start : start + target.numel()])
 
@@ -192,24 +192,24 @@ class Materializer:
         """Return elements of what this rank has of a parameter, in fp32 in CPU memory: a view if they lie there, a copy
         otherwise.
         """
-        if slot.shard is not None or self._spool.at_origin(param):
+        if slot.shard is not None or self._init.at_origin(param):
             values = torch.empty(numel, dtype=torch.float32, device="cpu")
             self._copy(param, slot, start, values)
-        elif not self._spool.holds(param):
+        elif not self._init.holds(param):
             values = param.detach().reshape(-1)[start : start + numel]
         else:
-            values = self._spool.elements(param, start, numel)
+            values = self._init.elements(param, start, numel)
         return values.to("cpu", torch.float32)
 
     def _advance(self, unit: Unit, param: nn.Parameter, numel: int) -> None:
         if (following := self._following.get(id(param))) is not None:
-            self._spool.prefetch(following)
+            self._init.prefetch(following)
         self._progress.advance(numel * DTYPES[unit.layout.dtype].itemsize)
 
     def _find_alike(self) -> None:
         """Find the parameters that need no broadcast: every rank reads them unchanged from the same files."""
         params = [param for param, _, _ in self._every]
-        touched = [not self._spool.at_origin(param) for param in params]
+        touched = [not self._init.at_origin(param) for param in params]
         if self._groups.world.size > 1:
             touched = on_any_rank(touched, self._groups.world, "files of the weights")
         self._alike = {id(param) for param, flag in zip(params, touched, strict=True) if not flag}
@@ -231,10 +231,10 @@ class Materializer:
         if not param.numel() or id(param) in self._alike:
             return
         name = f"broadcast of {name}"
-        if self._spool.is_sliced(param):
-            self._spool.settle(param, self._wanted(param))
-        elif self._spool.holds(param):
-            collectives.broadcast(self._spool.values(param), self._groups.world, name=name)
+        if self._init.is_sliced(param):
+            self._init.settle(param, self._wanted(param))
+        elif self._init.holds(param):
+            collectives.broadcast(self._init.values(param), self._groups.world, name=name)
         else:
             values = param.detach().contiguous().cpu()
             collectives.broadcast(values, self._groups.world, name=name)
@@ -243,7 +243,7 @@ class Materializer:
     def _leave(self, param: nn.Parameter, spec: ParamSpec, number: int) -> None:
         """Free the memory of a parameter that other stages have."""
         assert self._plan.pipeline is not None
-        self._spool.forget(param)
+        self._init.forget(param)
         self._let_go_nbytes += param.nbytes
         device = next((unit.full.device for unit in self._units), torch.device("cpu"))
         stand_in = parameter.placeholder(spec.shape, DTYPES[spec.dtype], device)
@@ -283,7 +283,7 @@ class Materializer:
             if not slot.ends:
                 # Its other tiles are still to be read.
                 continue
-            self._spool.forget(param)
+            self._init.forget(param)
             if not parameter.is_released(param) or param.dtype is not dtype or param.shape != slot.shape:
                 self._let_go_nbytes += param.nbytes
                 _detach_data(param, slot.shape, dtype, unit.full.device)

@@ -111,9 +111,9 @@ class ReleasedParameter(nn.Parameter):
             if stand_in is not None and (found := stand_in(args[0])) is not None:
                 return found
         used = list(kept(args, kwargs))
-        for keeper in {id(keeper): keeper for keeper in map(owner_of, filter(is_released, used))}.values():
-            owned = [param for param in used if owner_of(param) is keeper]
-            keeper.materialize(owned, getattr(func, "__name__", str(func)))
+        for owner in {id(owner): owner for owner in map(owner_of, filter(is_released, used))}.values():
+            owned = [param for param in used if owner_of(param) is owner]
+            owner.materialize(owned, getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
 
 
@@ -156,12 +156,12 @@ def _tell_clipper(caller: FrameType) -> None:
 
 def owner_of(param: nn.Parameter) -> ParamOwner:
     """Return the owner that `attach` gave to a parameter."""
-    return param.__dict__["_infinity_keeper"]
+    return param.__dict__["_infinity_owner"]
 
 
 def is_kept(param: nn.Parameter) -> bool:
     """Return whether a parameter has an owner."""
-    return "_infinity_keeper" in param.__dict__
+    return "_infinity_owner" in param.__dict__
 
 
 def name_of(param: nn.Parameter) -> str:
@@ -169,20 +169,20 @@ def name_of(param: nn.Parameter) -> str:
     return param.__dict__.get("_infinity_name") or f"a parameter of shape {tuple(param.shape)}"
 
 
-def attach(param: nn.Parameter, keeper: ParamOwner, name: str = "") -> None:
+def attach(param: nn.Parameter, owner: ParamOwner, name: str = "") -> None:
     """Give a parameter its owner, and its name for messages."""
-    param.__dict__["_infinity_keeper"] = keeper
+    param.__dict__["_infinity_owner"] = owner
     param.__dict__["_infinity_name"] = name or param.__dict__.get("_infinity_name", "")
 
 
 def give_to(param: nn.Parameter, access: object) -> None:
     """Remember the `infinity.zero.access.ParamAccess` of the engine that trains a parameter of the model."""
-    param.__dict__["_infinity_owner"] = access
+    param.__dict__["_infinity_access"] = access
 
 
 def forget(param: nn.Parameter) -> None:
     """Undo `attach`: the parameter is an ordinary one of the program's."""
-    for name in ("_infinity_keeper", "_infinity_name", "_infinity_owner", *FOREIGN_ATTRIBUTES):
+    for name in ("_infinity_owner", "_infinity_name", "_infinity_access", *FOREIGN_ATTRIBUTES):
         param.__dict__.pop(name, None)
 
 
@@ -266,9 +266,9 @@ def describe_released(param: nn.Parameter) -> str:
 
 
 def kept(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
-    """Every parameter with a keeper among the arguments of a call."""
+    """Every parameter with an owner among the arguments of a call."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, nn.Parameter) and "_infinity_keeper" in value.__dict__:
+        if isinstance(value, nn.Parameter) and "_infinity_owner" in value.__dict__:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from kept(value, {})
@@ -431,7 +431,7 @@ def _mark_named(
 
 def _mark(model: nn.Module, found: list[nn.Module], *, marked: bool) -> list[nn.Module]:
     for param in model.parameters():
-        owner = param.__dict__.get("_infinity_owner")
+        owner = param.__dict__.get("_infinity_access")
         if owner is not None and not owner.coordinator.closed:
             raise StateError(
                 f"leaf modules decide how a model is cut into units, and {name_of(param)} is in an engine's units "

@@ -40,7 +40,7 @@ class ParameterState:
     """
 
     def __init__(self, param: nn.Parameter) -> None:
-        owner = param.__dict__.get("_infinity_owner")
+        owner = param.__dict__.get("_infinity_access")
         if owner is None:
             raise StateError(
                 "infinity.state: this parameter belongs to no engine; pass it to infinity.initialize() first"

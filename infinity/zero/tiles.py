@@ -216,8 +216,8 @@ def adopt_tiles(units: Sequence[Unit], coordinator: Coordinator) -> None:
 
 def tiles_of(param: Any) -> Tiles | None:
     """Return the tiles of a parameter that lies in tiles; None for any other."""
-    keeper = parameter.owner_of(param) if isinstance(param, TiledParameter) else None
-    return keeper if isinstance(keeper, Tiles) else None
+    owner = parameter.owner_of(param) if isinstance(param, TiledParameter) else None
+    return owner if isinstance(owner, Tiles) else None
 
 
 @contextmanager

@@ -487,10 +487,10 @@ class Unit:
 
     def disown(self, owner: int) -> None:
         """In a forked child of process `owner`: the parameters say so where their data is used. See [Note: forks]."""
-        keeper = _Elsewhere(owner)
+        elsewhere = _Elsewhere(owner)
         for param, stand_in in zip(self.params, self._placeholders, strict=True):
             for each in {id(each): each for each in (param, parameter.whole_of(param))}.values():
-                parameter.attach(each, keeper)
+                parameter.attach(each, elsewhere)
             if not parameter.is_released(param):
                 parameter.release(param, stand_in)
 
@@ -549,7 +549,7 @@ class Unit:
 
 
 class _Elsewhere:
-    """The keeper of parameters whose engine is another process's: this one is a forked child."""
+    """The owner of parameters whose engine is another process's: this one is a forked child."""
 
     def __init__(self, owner: int) -> None:
         self._owner = owner

@@ -52,7 +52,7 @@ def configuration(chance: random.Random) -> dict[str, Any]:
     return {chance.choice(["bf16", "fp16"]): {"enabled": chance.random() < 0.8}, "zero_optimization": zero}
 
 
-def question(chance: random.Random) -> PlanInputs:
+def inputs(chance: random.Random) -> PlanInputs:
     """A model, a configuration and a machine, none of which knows of the others."""
     node, raw = tree(chance), configuration(chance)
     ranks = chance.choice([1, 2, 8])
@@ -71,7 +71,7 @@ def test_plans_that_do_not_fit_are_refused_with_a_table_and_a_way_out(count):
     chance = random.Random(2)
     refused = fits = hardware = 0
     while refused < count:
-        asked = question(chance)
+        asked = inputs(chance)
         plan = asked.plan()
         if asked.limits.fits(plan.nbytes_by_tier()):
             refuse(asked, plan)

@@ -31,7 +31,7 @@ def tree() -> ModuleNode:
     return ModuleNode("", "Model", children={"embed": linear("embed", 16_000), "layers": blocks})
 
 
-def question(process: int | None, *, zero: dict[str, Any] | None = None) -> PlanInputs:
+def inputs(process: int | None, *, zero: dict[str, Any] | None = None) -> PlanInputs:
     """150 M parameters on NVMe, and one memory of so many bytes."""
     raw = {
         "bf16": {"enabled": True}, "gradient_clipping": 1.0,
@@ -51,21 +51,21 @@ def in_memory(plan: Plan) -> int:
 @pytest.fixture(scope="module")
 def whole() -> int:
     """Bytes that the plan takes as it is asked for."""
-    return in_memory(question(None).plan())
+    return in_memory(inputs(None).plan())
 
 
 def test_what_fits_is_as_it_was_asked_for(whole):
-    asked = question(whole)
+    asked = inputs(whole)
     plan = asked.plan()
     assert plan.request == asked.request and lowered_in_words(asked.request, plan) == ""
 
 
 @pytest.mark.parametrize("share", [0.98, 0.9, 0.8])
 def test_a_tight_plan_is_lowered_until_it_fits_and_its_units_stay(whole, share):
-    asked = question(int(whole * share))
+    asked = inputs(int(whole * share))
     plan = asked.plan()
     assert asked.fits(plan) and in_memory(plan) <= int(whole * share)
-    free = question(None).plan()
+    free = inputs(None).plan()
     assert plan.layouts == free.layouts, "the norm is summed by unit: a cut would change bits"
     assert [placed.whole for placed in plan.placement.units] == [placed.whole for placed in free.placement.units]
     assert "gathered at once instead of" in lowered_in_words(asked.request, plan)
@@ -77,31 +77,31 @@ def test_what_somebody_chose_stays_and_is_named_when_only_it_would_do(whole):
     """The same memory in which nobody's choice would have been lowered."""
     limit = int(whole * 0.8)
     chosen = {
-        path.rpartition(".")[2]: getattr(question(None).config.zero, path.rpartition(".")[2]) for path in KEYS.values()
+        path.rpartition(".")[2]: getattr(inputs(None).config.zero, path.rpartition(".")[2]) for path in KEYS.values()
     }
-    asked = question(limit, zero=chosen)
+    asked = inputs(limit, zero=chosen)
     plan = asked.plan()
     assert not asked.fits(plan)
     assert plan.request.live_numel == asked.request.live_numel
     with pytest.raises(ValueError, match="stage3_max_live_parameters"):
         refuse(asked, plan)
-    left = question(limit, zero={"stage3_prefetch_bucket_size": chosen["stage3_prefetch_bucket_size"]})
+    left = inputs(limit, zero={"stage3_prefetch_bucket_size": chosen["stage3_prefetch_bucket_size"]})
     lowered = left.plan()
     assert left.fits(lowered) and lowered.request.prefetch_numel == left.request.prefetch_numel
 
 
 def test_where_the_least_is_too_much_it_is_what_the_refusal_speaks_of(whole):
-    asked = question(None)
-    least = in_memory(question(1).plan())
+    asked = inputs(None)
+    least = in_memory(inputs(1).plan())
     # Where not even the values fit, nothing is tried; so this is the plan as it was asked for.
     assert least == whole
     at_rest = sum(sum(kinds.values()) for tier, kinds in asked.plan().bytes_at_home().items() if tier is not Tier.NVME)
-    tight = question(at_rest + (1 << 20))
+    tight = inputs(at_rest + (1 << 20))
     plan = tight.plan()
     assert not tight.fits(plan) and in_memory(plan) < whole
     with pytest.raises(ValueError, match=r"That is with .* gathered at once instead of"):
         refuse(tight, plan)
-    barely = question(in_memory(plan))
+    barely = inputs(in_memory(plan))
     assert barely.fits(barely.plan()), "the smallest there is, to the byte"
 
 
@@ -111,13 +111,13 @@ def test_what_is_set_aside_is_not_the_plans_and_is_said():
         taken_nbytes=300 << 20, overhead_nbytes=50 << 20, activation_nbytes=200 << 20, activations="1 x 128 tokens",
         gaps_nbytes=100 << 20,
     )  # fmt: skip
-    config = question(None).config.config.memory
+    config = inputs(None).config.config.memory
     limits = within(config, free, ranks=1, accelerator=False, by_budget=False, reserved=reserve.by_tier())
     assert limits.process == (4 << 30) - (350 << 20)
     words = reserve.in_words()
     for part in ("52.4 MB for what a process's", "210 MB for activations (1 x 128 tokens)", "105 MB for gaps"):
         assert part in words, words
-    asked = replace(question(None), capacity=Capacity(process=1 << 20), free=free, reserve=reserve)
+    asked = replace(inputs(None), capacity=Capacity(process=1 << 20), free=free, reserve=reserve)
     with pytest.raises(ValueError, match=r"Free: 4\.29 GB of memory\. Of that is set aside: .*activations"):
         refuse(asked, asked.plan())
 
@@ -133,7 +133,7 @@ def test_a_limit_that_was_given_is_the_engines_own_and_is_not_lessened():
 
 def test_a_model_that_lies_in_memory_while_its_partitions_are_made_counts(whole):
     """Not only what training takes: the model as it was built is there at the beginning, next to what is made of it."""
-    asked = question(None)
+    asked = inputs(None)
     built = 4 * asked.numels[0]
     held = replace(asked, free=Capacity(process=built), reserve=Reserve(model_nbytes_max=None))
     plan = held.plan()

@@ -32,11 +32,11 @@ def plan_of(model: nn.Module, zero: dict[str, Any], *, ranks: int = 1) -> Plan:
     if config["zero_optimization"]["stage"] < 3:  # type: ignore[index]
         del config["zero_optimization"]["offload_param"]  # type: ignore[attr-defined]
     resolved = resolve(load_config(config), ResolveContext(world_size=ranks))
-    question = PlanInputs(
+    inputs = PlanInputs(
         node=module_tree(model, compute_dtype="fp32"), config=resolved, topology=Topology(dp=ranks, local_size=ranks),
         accelerator=False, capacity=Capacity(),
     )  # fmt: skip
-    return question.plan()
+    return inputs.plan()
 
 
 def tiles_by_name(plan: Plan) -> dict[str, list[tuple[int, int]]]:

@@ -22,7 +22,7 @@ import infinity
 from infinity.cli.main import COMMANDS, main
 
 HELP = [[], *([name] for name in COMMANDS)]
-HELP += [["ckpt", question] for question in ("inspect", "verify", "diff")]
+HELP += [["ckpt", inputs] for inputs in ("inspect", "verify", "diff")]
 
 
 class Regression(nn.Module):

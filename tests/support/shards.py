@@ -25,7 +25,7 @@ from infinity.plan.inputs import PlanInputs
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.spec import module_tree
 from infinity.plan.tensor_axis import TensorAxis
-from infinity.zero.deferred_init import merged_spool
+from infinity.zero.deferred_init import merged_init
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
 # How a parameter is cut: along a dimension, in blocks of these sizes (one block: None); or what is replicated.
@@ -71,17 +71,17 @@ def sharded_runtime(model: nn.Module, axis: TensorAxis, config: dict[str, Any]) 
     resolved = resolve(load_config(config), context)
     assert resolved.tensor == axis.size
     device = Device.detect(ranks.local_rank)
-    spool = merged_spool(list(model.parameters()))
-    groups = spool.groups if spool is not None else groups_of(resolved, ranks, device)
-    question = PlanInputs(
+    init = merged_init(list(model.parameters()))
+    groups = init.groups if init is not None else groups_of(resolved, ranks, device)
+    inputs = PlanInputs(
         node=axis.divide(module_tree(model, compute_dtype=resolved.compute_dtype)), config=resolved,
         topology=groups.topology, accelerator=device.own_memory, capacity=Capacity(), axis=axis,
     )  # fmt: skip
-    plan = question.plan()
+    plan = inputs.plan()
     agree_on_plan(plan, groups.stage, groups.world)
     chosen = adam_from_params(ADAM, decoupled=True)
     with ExitStack() as undo, groups.telling():
-        runtime = build_runtime(question, model, plan, groups, device, chosen, Ledger(), undo)
+        runtime = build_runtime(inputs, model, plan, groups, device, chosen, Ledger(), undo)
         undo.pop_all()
         undo.callback(runtime.close, at_once=True)
         runtime.access.own_parameters(model)

@@ -114,7 +114,7 @@ def test_parameters_of_several_contexts_are_one_model(tmp_path: Path) -> None:
         outer = nn.Linear(64, 64)
         with infinity.Init(config=config(str(tmp_path))):
             inner = nn.Linear(64, 64)
-    assert outer.weight.__dict__["_infinity_keeper"] is inner.weight.__dict__["_infinity_keeper"]
+    assert outer.weight.__dict__["_infinity_owner"] is inner.weight.__dict__["_infinity_owner"]
     assert all((value == index).all() for index, value in enumerate(masters(model, str(tmp_path))))
 
 
@@ -159,10 +159,10 @@ def on_ranks(rank: int, world_size: int, folder: str, tier: str) -> dict[str, An
     deferred_init.WINDOW_NBYTES, value_slices.PIECE_NBYTES = WINDOW, 4096
     torch.manual_seed(rank)
     model = layers(folder, tier, count=8)
-    spool = model[0].weight.__dict__["_infinity_keeper"]
+    init = model[0].weight.__dict__["_infinity_owner"]
     with infinity.read(model):
         first = [param.detach().clone() for param in model.parameters()]
-    held = sum(place.nbytes for place in spool._places.values())
+    held = sum(place.nbytes for place in init._places.values())
     # A set of tensors has another order on every rank.
     with infinity.modify({model[index].weight for index in range(8)}, source=1):
         model[3].weight.fill_(10.0 + rank)

@@ -109,13 +109,13 @@ def test_a_parameter_that_was_tied_to_another_keeps_no_room(tmp_path: Path) -> N
     with infinity.Init(config=config):
         first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
         gone = id(second.weight)
-        keeper = first.weight.__dict__["_infinity_keeper"]
-        assert gone in keeper._places
+        owner = first.weight.__dict__["_infinity_owner"]
+        assert gone in owner._places
         second.weight = first.weight
         # Parameters made now may have the number of the one that is gone.
         third = nn.Linear(64, 64, bias=False)
-        assert len(keeper._places) == 2
-        assert keeper.holds(first.weight) and keeper.holds(third.weight)
+        assert len(owner._places) == 2
+        assert owner.holds(first.weight) and owner.holds(third.weight)
 
 
 def test_an_error_while_building_leaves_no_file(tmp_path: Path) -> None:

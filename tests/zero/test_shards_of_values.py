@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.checkpoint.weight_files import WeightFolder
-from infinity.engine.model_init import open_spool
+from infinity.engine.model_init import open_init
 from infinity.engine.runtime import Runtime
 from infinity.errors import StateError
 from infinity.plan.shards import Replica
@@ -104,11 +104,11 @@ def incoming(cell: Cell, settings: dict[str, Any], rank: int, folder: Path) -> M
     if cell.source == "ordinary":
         return build(rank)
     if cell.source == "files":
-        model, spool = build(5), open_spool(settings)
+        model, init = build(5), open_init(settings)
         weights = WeightFolder(folder)
-        spool.resources.callback(weights.close)
+        init.resources.callback(weights.close)
         for name, param in model.named_parameters():
-            spool.attach(param, name, weights.tensors[name])
+            init.attach(param, name, weights.tensors[name])
         return model
     with infinity.Init(config=settings):
         model = build(rank)

@@ -38,7 +38,7 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
 
 def is_zero_param(parameter: Any) -> bool:
     """Return whether a tensor is a parameter that stage 3 has partitioned, or is about to."""
-    return "_infinity_owner" in getattr(parameter, "__dict__", {}) and hasattr(parameter, "ds_id")
+    return "_infinity_access" in getattr(parameter, "__dict__", {}) and hasattr(parameter, "ds_id")
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
