@@ -149,7 +149,7 @@ class Workload:
 
     def under(self, config: ResolvedConfig) -> Workload:
         """With layers computed again where the configuration says so."""
-        every = config.config.activation_checkpointing.every
+        every = config.sections.activation_checkpointing.every
         return replace(self, checkpointing=self.checkpointing or every > 0, every=max(every, 1))
 
     @property
@@ -233,7 +233,7 @@ class Estimate:
         found, tier = self.activations, Tier.named(self.config.checkpoint_tier)
         if tier.on_device or found is None or not found.inputs:
             return None
-        buffers = self.config.config.activation_checkpointing.offload.buffer_count if tier.on_drive else 0
+        buffers = self.config.sections.activation_checkpointing.offload.buffer_count if tier.on_drive else 0
         return OffloadedCheckpoints(tier, found.inputs, found.input_nbytes, buffers)
 
     @property
@@ -670,7 +670,7 @@ def _cut(model: Described, node: ModuleNode, config: ResolvedConfig) -> StageCut
     """The stages of a pipeline, as a run cuts them; None without one. node: what a tensor axis leaves of the model."""
     if config.pipeline == 1:
         return None
-    section = config.config.parallel
+    section = config.sections.parallel
     stages, counts = config.pipeline * section.virtual_stages, section.stages or None
     layered = getattr(model.module, "stage_counts", None)
     after = None
@@ -685,7 +685,7 @@ def tensor_axis(model: Described, root: ModuleNode, size: int) -> TensorAxis:
 
 
 def _axis(model: Described, root: ModuleNode, config: ResolvedConfig) -> TensorAxis:
-    section = config.config.parallel
+    section = config.sections.parallel
     return _planned_axis(model, root, size=config.tensor, sequence=section.sequence, given=section.plan)
 
 
@@ -786,7 +786,7 @@ def _capacity(config: ResolvedConfig, machine: Machine, ranks: int, activation_n
     activations on the device.
     """
     return within(
-        config.config.memory, machine.capacity(ranks), ranks=ranks, accelerator=machine.accelerator,
+        config.sections.memory, machine.capacity(ranks), ranks=ranks, accelerator=machine.accelerator,
         by_budget="auto" in (config.param_tier, config.optimizer_tier), reserved={Tier.GPU: activation_nbytes},
     )  # fmt: skip
 

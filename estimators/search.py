@@ -338,7 +338,7 @@ def fitting(wish: Wish, configs: Sequence[Mapping[str, Any]] | None = None) -> l
 
 def nearest(found: Estimate, wish: Wish) -> Near | None:
     """Of configurations that differ from one that does not fit and that do fit, the one that differs the least."""
-    topology, parallel = found.plan.topology, found.config.config.parallel
+    topology, parallel = found.plan.topology, found.config.sections.parallel
     axes: dict[str, Any] = {"tp": topology.tp, "pp": topology.pp, "micro_batches": None}
     if topology.pp > 1:
         axes |= {"schedule": parallel.schedule, "virtual_stages": parallel.virtual_stages}
@@ -347,10 +347,10 @@ def nearest(found: Estimate, wish: Wish) -> Near | None:
     for cost, moved in sorted(_moves(found, wish), key=lambda item: item[0])[:_PLANS_MAX]:
         if best is not None and best[0] <= cost:
             break
-        planned = estimate(wish.model, changed(found.config, moved).config, machine=wish.machine, **wish.options)
+        planned = estimate(wish.model, changed(found.config, moved).sections, machine=wish.machine, **wish.options)
         planned = planned.with_tiles(found.work.tiled_loss, found.work.tiled_mlps)
         for more, varied in _sparing(planned, wish):
-            under = planned.under(changed(planned.config, varied).config) if varied else planned
+            under = planned.under(changed(planned.config, varied).sections) if varied else planned
             if under.fits and (best is None or cost + more < best[0]):
                 best = cost + more, Near({**moved, **varied}, under)
     return None if best is None else best[1]
@@ -365,7 +365,7 @@ def sparingly(wish: Wish, found: Estimate) -> Estimate | None:
     keys: dict[str, Any] = {f"{_CHECKPOINTS}.every": 1, f"{_CHECKPOINTS}.offload.device": tier}
     if tier == "nvme":
         keys[f"{_CHECKPOINTS}.offload.nvme_path"] = wish.nvme_path
-    return found.under(changed(found.config, keys).config).with_tiles(*wish.tilings[-1])
+    return found.under(changed(found.config, keys).sections).with_tiles(*wish.tilings[-1])
 
 
 def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:

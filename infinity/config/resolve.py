@@ -159,10 +159,10 @@ class ResolvedConfig(Mapping[str, Any]):
     it, and what is absent is not.
     """
 
-    config: Config
+    sections: Config
     # Dotted path -> "file", "default" or "auto: reason", for every value.
     sources: Mapping[str, str]
-    # Keys that only a program or its model can fill; until then `config` holds their defaults.
+    # Keys that only a program or its model can fill; until then `sections` holds their defaults.
     open: frozenset[str] = frozenset()
     # Ranks along the data axis, and ranks of a node.
     data: int = 1
@@ -170,7 +170,7 @@ class ResolvedConfig(Mapping[str, Any]):
 
     def _by_key(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for leaf in section_leaves(self.config):
+        for leaf in section_leaves(self.sections):
             if leaf.value is not None and not mark(leaf.field, Absent):
                 *sections, key = leaf.path.split(".")
                 inner = found
@@ -190,7 +190,7 @@ class ResolvedConfig(Mapping[str, Any]):
 
     @property
     def zero(self) -> ZeroOptimization:
-        return self.config.zero_optimization
+        return self.sections.zero_optimization
 
     @property
     def stage(self) -> int:
@@ -199,41 +199,41 @@ class ResolvedConfig(Mapping[str, Any]):
     @property
     def tensor(self) -> int:
         """Ranks along the tensor axis."""
-        return self.config.parallel.tensor
+        return self.sections.parallel.tensor
 
     @property
     def pipeline(self) -> int:
         """Ranks along the pipeline axis."""
-        return self.config.parallel.pipeline
+        return self.sections.parallel.pipeline
 
     @property
     def compute_dtype(self) -> DtypeName:
-        if self.config.bf16.enabled:
+        if self.sections.bf16.enabled:
             return "bf16"
-        return "fp16" if self.config.fp16.enabled else "fp32"
+        return "fp16" if self.sections.fp16.enabled else "fp32"
 
     @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled, because backward computes in fp16, where small gradients underflow."""
-        autocast = self.config.torch_autocast
+        autocast = self.sections.torch_autocast
         return self.compute_dtype == "fp16" or (autocast.enabled and autocast.dtype == "fp16")
 
     @property
     def casts_inputs(self) -> bool:
         """Whether forward's positional arguments are cast to fp16."""
-        return self.config.fp16.auto_cast and self.compute_dtype == "fp16"
+        return self.sections.fp16.auto_cast and self.compute_dtype == "fp16"
 
     @property
     def checks_gradients(self) -> bool:
         """Whether a non-finite gradient skips the whole step; if False, only its non-finite elements are left out."""
         # Where the loss is scaled, conflicts.py refuses to leave the check out.
-        config = self.config
+        config = self.sections
         return config.check_grad_overflow and (config.bf16.check_grad_overflow or not config.bf16.enabled)
 
     @property
     def steps_early(self) -> bool:
         """Whether a step may begin during backward, because it needs neither a norm nor a check of all gradients."""
-        return self.config.overlap and not self.checks_gradients and not self.clip_norm
+        return self.sections.overlap and not self.checks_gradients and not self.clip_norm
 
     @property
     def param_tier(self) -> TierName:
@@ -284,7 +284,7 @@ class ResolvedConfig(Mapping[str, Any]):
     @property
     def checkpoint_tier(self) -> str:
         """Tier of the inputs of recomputed blocks between forward and backward."""
-        section = self.config.activation_checkpointing
+        section = self.sections.activation_checkpointing
         if section.offload.device != "none":
             return section.offload.device
         return "cpu" if section.cpu_checkpointing else "gpu"
@@ -295,51 +295,51 @@ class ResolvedConfig(Mapping[str, Any]):
         tier = self.checkpoint_tier
         if tier not in drive_names():
             return None
-        return self.config.activation_checkpointing.offload.nvme_path or self.zero.folders_of_others(tier)
+        return self.sections.activation_checkpointing.offload.nvme_path or self.zero.folders_of_others(tier)
 
     @property
     def train_batch(self) -> int:
-        return cast(int, self.config.train_batch_size)
+        return cast(int, self.sections.train_batch_size)
 
     @property
     def micro_batch(self) -> int:
-        return cast(int, self.config.train_micro_batch_size_per_gpu)
+        return cast(int, self.sections.train_micro_batch_size_per_gpu)
 
     @property
     def accumulation(self) -> int:
-        return cast(int, self.config.gradient_accumulation_steps)
+        return cast(int, self.sections.gradient_accumulation_steps)
 
     @property
     def clip_norm(self) -> float:
         """Bound of the global gradient norm; 0 turns clipping off."""
-        return self.config.gradient_clipping
+        return self.sections.gradient_clipping
 
     @property
     def clip_value(self) -> float:
         """Bound of each gradient element; 0 turns clipping off."""
-        return self.config.gradient_clipping_value
+        return self.sections.gradient_clipping_value
 
     @property
     def grad_accum_dtype(self) -> DtypeName | None:
-        return self.config.data_types.grad_accum_dtype
+        return self.sections.data_types.grad_accum_dtype
 
     @property
     def communication_dtype(self) -> DtypeName | None:
-        return self.config.communication_data_type
+        return self.sections.communication_data_type
 
     def report(self) -> list[str]:
         """Return one line for each key that the user set and that has no effect."""
-        given = self.config.provenance.given
-        return self.config.report() + [
-            f"{path} = {given[path]!r}: no effect here: {why}" for path, why in idle(self.config).items()
+        given = self.sections.provenance.given
+        return self.sections.report() + [
+            f"{path} = {given[path]!r}: no effect here: {why}" for path, why in idle(self.sections).items()
         ]
 
     def explain(self) -> str:
         """Return every value with its source, one a line, without the features that infinity lacks."""
-        lines, beside_others = [], idle(self.config)
+        lines, beside_others = [], idle(self.sections)
         compute = "the model's type" if self.open & _PRECISIONS else self.compute_dtype
-        absent, more = meanings(self.config, compute), notes(self.config)
-        for leaf in section_leaves(self.config):
+        absent, more = meanings(self.sections, compute), notes(self.sections)
+        for leaf in section_leaves(self.sections):
             if mark(leaf.field, Absent):
                 continue
             source = self.sources[leaf.path]
@@ -662,7 +662,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig:
     """Return `config` with other values at some dotted paths; a missing offload section is added with its defaults."""
-    made = config.config
+    made = config.sections
     zero = made.zero_optimization
     for name, section in (("offload_param", OffloadParam()), ("offload_optimizer", OffloadOptimizer())):
         if getattr(zero, name) is None and any(path.startswith(f"zero_optimization.{name}.") for path in values):
@@ -672,5 +672,5 @@ def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig
         folder = path.endswith(".nvme_path") and isinstance(value, str)
         made = replaced(made, path, (value,) if folder else value)
     return replace(
-        config, config=made, sources={**config.sources, **dict.fromkeys(values, "file")}, open=frozenset()
+        config, sections=made, sources={**config.sources, **dict.fromkeys(values, "file")}, open=frozenset()
     )

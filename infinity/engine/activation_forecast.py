@@ -492,7 +492,7 @@ def set_aside(
     free: what is free for this rank. taken_nbytes: in memory before the engine. found: a micro-batch's activations,
     where one is known. unknown_nbytes: to set aside for them where none is, and the configuration says nothing.
     """
-    stated = config.config.memory.activations.max_bytes
+    stated = config.sections.memory.activations.max_bytes
     init = init_of(list(model.parameters()))
     floating = [param.dtype for param in model.parameters() if param.is_floating_point()]
     held_max = init.held_nbytes_max if init is not None else None
@@ -544,7 +544,7 @@ def place_of(cut: StageCut | None, config: ResolvedConfig, index: int) -> Pipeli
     """Return the place of a rank on the pipeline axis; None without a cut. ConfigError for an impossible schedule."""
     if cut is None:
         return None
-    parallel = config.config.parallel
+    parallel = config.sections.parallel
     tables = make_tables(parallel.schedule, config.pipeline, config.accumulation, parallel.virtual_stages)
     return PipelinePlace(cut, tables, index)
 
@@ -562,7 +562,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def stated_batch(config: ResolvedConfig, model: nn.Module) -> dict[str, Tensor] | None:
     """Return a micro-batch of the configured length, for a model that takes `input_ids`; None without either."""
-    length = config.config.memory.activations.sequence_length
+    length = config.sections.memory.activations.sequence_length
     takes = inspect.signature(model.forward).parameters
     if length is None or "input_ids" not in takes:
         return None
@@ -580,11 +580,11 @@ def on_shapes(
     """
     if config.casts_inputs:
         args = micro_batches.half(tuple(args))
-    with micro_batches.autocast(config.config.torch_autocast, device.torch), torch.enable_grad():
+    with micro_batches.autocast(config.sections.torch_autocast, device.torch), torch.enable_grad():
         try:
             found = measure_call(
                 model, args, kwargs, dtype=DTYPES[config.compute_dtype], recomputed=recomputed, blocks=blocks,
-                keep_ops=config.config.activation_checkpointing.keep_ops, training=training,
+                keep_ops=config.sections.activation_checkpointing.keep_ops, training=training,
                 holds_output=not blocks,
             )  # fmt: skip
         except ConfigError:

@@ -44,7 +44,7 @@ def make_checkpointing(
     config: ResolvedConfig, model: nn.Module, blocks: tuple[str, ...], ranks: Ranks, device: Device, ledger: Ledger
 ) -> Checkpointing:
     """Make backward recompute blocks, and make the tier of their inputs where that is not the device."""
-    section = config.config.activation_checkpointing
+    section = config.sections.activation_checkpointing
     if section.every and not blocks:
         raise ConfigError(
             f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
@@ -62,7 +62,7 @@ def make_step(
     ranks = groups.ranks
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
-    scaler = LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None
+    scaler = LossScaler.of(config.sections.fp16.model_dump()) if config.scales_loss else None
     return OptimizerStep(plan, store, groups, config, device=device, rule=optimizer.rule, scaler=scaler)
 
 
@@ -97,7 +97,7 @@ def build_runtime(
     )
     coordinator.memory.refresh(units)
     attach_units(units, coordinator)
-    if config.stage == 3 and config.config.provenance.conventions.parameter_attributes:
+    if config.stage == 3 and config.sections.provenance.conventions.parameter_attributes:
         publish_model(model, parts=groups.data.size)
     _place_buffers(model, device, config.compute_dtype)
     # Beneath the hooks, and beneath what computes blocks again.
@@ -109,9 +109,9 @@ def build_runtime(
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
-    observer = Observer(plan, ledger, store, units, device, config.config, groups)
+    observer = Observer(plan, ledger, store, units, device, config.sections, groups)
     progress = StepProgress(
-        config.config, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
+        config.sections, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
     )
     undo.callback(progress.close)
     first_batch = FirstBatch(inputs, plan, model, coordinator, compiled, groups.stage, device, ledger)

@@ -205,7 +205,7 @@ class Save:
             if not self._first:
                 return {}
             stack.enter_context(claimed(self.request.directory))
-            section = self.runtime.config.config.checkpoint
+            section = self.runtime.config.sections.checkpoint
             retention = Retention(section.keep_last, section.keep_every)
             return asdict(prepare(self.request.directory, self.request.tag, retention, latest=self.request.latest))
 
@@ -517,7 +517,7 @@ class Load:
         self.to.restore(
             found.state, found.singles, found.match.source,
             optimizer=self.options.optimizer and found.has_states, scheduler=self.options.scheduler,
-            accumulation=config.accumulation if config.config.managed_gradient_accumulation else 1, path=found.folder,
+            accumulation=config.accumulation if config.sections.managed_gradient_accumulation else 1, path=found.folder,
         )  # fmt: skip
         if rank < len(found.rng):
             restore_random(found.rng[rank], self.runtime.device)
@@ -606,7 +606,7 @@ class CheckpointManager:
         contents = contents.apart()
         keys = [piece.key for piece in contents.capture.pieces]
         snapshot = snapshot_of(runtime.plan, keys, in_backward=runtime.plan.policy.step_in_backward)
-        source = SnapshotSource(runtime.store, snapshot, share=runtime.config.config.checkpoint.bandwidth_share)
+        source = SnapshotSource(runtime.store, snapshot, share=runtime.config.sections.checkpoint.bandwidth_share)
 
         self.background.begin(agreed.folder, snapshot, partial(Save(runtime, agreed, contents).run, source))
         return agreed.tag
@@ -618,7 +618,7 @@ class CheckpointManager:
 
     def resume(self, run: Run, load_dir: str | os.PathLike[str] | None) -> tuple[str | None, Any]:
         """Load the newest checkpoint that can be loaded. See `Engine.resume`. Collective."""
-        chosen = self._runtime.config.config.checkpoint.path if load_dir is None else load_dir
+        chosen = self._runtime.config.sections.checkpoint.path if load_dir is None else load_dir
         if chosen is None:
             raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
         directory = Path(chosen)
@@ -669,7 +669,7 @@ class CheckpointManager:
 
     def _agree(self, request: SaveRequest, said: list[dict[str, str]]) -> SaveRequest:
         """Take rank 0's tag and folder; checkpoint.tag_validation says what becomes of other ranks' that differ."""
-        first, validation = said[0], self._runtime.config.config.checkpoint.tag_validation
+        first, validation = said[0], self._runtime.config.sections.checkpoint.tag_validation
         others = [rank for rank, each in enumerate(said) if each != first]
         if others and validation != "Ignore":
             other = said[others[0]]

@@ -20,7 +20,7 @@ def _key(path: str) -> Callable[[ResolvedConfig], Any]:
     """Return what reads the value at a dotted path, None where its section is absent."""
 
     def read(config: ResolvedConfig) -> Any:
-        found: Any = config.config
+        found: Any = config.sections
         for name in path.split("."):
             if mark(type(found).model_fields[name], Absent):
                 return False
@@ -91,16 +91,17 @@ CONFIGURED: Mapping[str, Callable[[ResolvedConfig], Any]] = {
     }.items()},
     # A configuration's; an engine's is the present one.
     "loss_scale": _key("fp16.loss_scale"),
-    "dynamic_loss_scale": lambda config: config.scales_loss and config.config.fp16.loss_scale == 0,
-    "initial_dynamic_scale": lambda config: 2.0**config.config.fp16.initial_scale_power,
+    "dynamic_loss_scale": lambda config: config.scales_loss and config.sections.fp16.loss_scale == 0,
+    "initial_dynamic_scale": lambda config: 2.0**config.sections.fp16.initial_scale_power,
     "dynamic_loss_scale_args": lambda config: {
-        "init_scale": 2.0**config.config.fp16.initial_scale_power, "scale_window": config.config.fp16.loss_scale_window,
-        "delayed_shift": config.config.fp16.hysteresis, "min_scale": config.config.fp16.min_loss_scale,
-        "consecutive_hysteresis": config.config.fp16.consecutive_hysteresis,
+        "init_scale": 2.0**config.sections.fp16.initial_scale_power,
+        "scale_window": config.sections.fp16.loss_scale_window,
+        "delayed_shift": config.sections.fp16.hysteresis, "min_scale": config.sections.fp16.min_loss_scale,
+        "consecutive_hysteresis": config.sections.fp16.consecutive_hysteresis,
     },
-    "optimizer_params": lambda config: config.config.optimizer and config.config.optimizer.params.model_dump(),
-    "scheduler_params": lambda config: config.config.scheduler and config.config.scheduler.params.model_dump(),
-    "postscale_gradients": lambda config: not config.config.prescale_gradients,
+    "optimizer_params": lambda config: config.sections.optimizer and config.sections.optimizer.params.model_dump(),
+    "scheduler_params": lambda config: config.sections.scheduler and config.sections.scheduler.params.model_dump(),
+    "postscale_gradients": lambda config: not config.sections.prescale_gradients,
     "super_offload": lambda config: False,
     "zenflow": lambda config: False,
     "zero_cpu_offload": _device("offload_optimizer"),

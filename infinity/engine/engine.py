@@ -91,7 +91,7 @@ class Engine(DeepSpeedNames, nn.Module):
         self._pipeline = pipeline_of(runtime)
         self._counters = Counters()
         self._checkpoints = CheckpointManager(runtime)
-        self._preemption = PreemptionHandler(runtime.config.config.checkpoint.on_signal)
+        self._preemption = PreemptionHandler(runtime.config.sections.checkpoint.on_signal)
         self._accumulation = Accumulation(runtime.config, self._counters)
         self._applied = False
         # What `train_batch` draws from where it is given nothing.
@@ -127,7 +127,7 @@ class Engine(DeepSpeedNames, nn.Module):
         if self.training:
             runtime.progress.called(args, kwargs)
             runtime.gradients.begin_micro_step(last=self._accumulation.at_boundary)
-        under = micro_batches.autocast(runtime.config.config.torch_autocast, self.device)
+        under = micro_batches.autocast(runtime.config.sections.torch_autocast, self.device)
         if runtime.config.casts_inputs:
             args = micro_batches.half(args)
         with runtime.phase("forward"), under:
@@ -325,7 +325,7 @@ class Engine(DeepSpeedNames, nn.Module):
             self._checkpoints.background.finish()
         if not flags.preempted:
             return
-        folder = self.config.config.checkpoint.path
+        folder = self.config.sections.checkpoint.path
         assert folder is not None, "the configuration names a folder with the signals"
         tag = self.save_checkpoint(folder, asynchronous=False)
         told = self._preemption.received or "a signal on another rank"
@@ -335,7 +335,7 @@ class Engine(DeepSpeedNames, nn.Module):
 
     def _abort(self) -> None:
         """Save the last good step, and raise NonFiniteError, which says what became of the weights. Collective."""
-        folder = self.config.config.checkpoint.path
+        folder = self.config.sections.checkpoint.path
         number = self.global_steps - 1
         refused = partial(self._runtime.step.skips.error, number, self._nonfinite_at)
         if folder is None:
@@ -593,7 +593,7 @@ class Engine(DeepSpeedNames, nn.Module):
         CheckpointError for a value that cannot be saved.
         """
         self._bring_back()
-        behind = self.config.config.checkpoint.asynchronous if asynchronous is None else asynchronous
+        behind = self.config.sections.checkpoint.asynchronous if asynchronous is None else asynchronous
         request = SaveRequest(
             Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag), latest=save_latest,
             frozen=not exclude_frozen_parameters, behind=behind,

@@ -221,7 +221,8 @@ class WeightKeeper:
             return None, False
         if config.nvme_path is not None:
             groups = groups_of(config, ranks, runtime.device)
-            return DeferredInit(config.nvme_path, groups=groups, timeout_seconds=config.config.watchdog_seconds), False
+            seconds = config.sections.watchdog_seconds
+            return DeferredInit(config.nvme_path, groups=groups, timeout_seconds=seconds), False
         if wanted <= with_states:
             return None, True
         raise CapacityError(

@@ -83,7 +83,7 @@ def initialize(
         check_arguments({"mesh": mesh, **others}, dist_init_required, ranks)
         model, device = unwrapped(_checked(model)), Device.detect(ranks.local_rank)
         resolved = _resolve(load_config(source, conventions=conventions), model, ranks, optimizer, lr_scheduler)
-        patience.last(resolved.config.watchdog_seconds)
+        patience.last(resolved.sections.watchdog_seconds)
     _free(model, conventions)
     init = merged_init(list(model.parameters()))
     groups = _groups_of_init(init, resolved) if init is not None else groups_of(resolved, ranks, device)
@@ -95,7 +95,8 @@ def initialize(
         draw = None if loader is None else loader.example
         plan, inputs = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, draw)
         agree_on_plan(plan, groups.stage, groups.world)
-        applied = apply_liger(resolved.config.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
+        wish = resolved.sections.kernels.liger
+        applied = apply_liger(wish, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(inputs.limits, inputs.reserve.taken_nbytes, inputs.reserve.peak_nbytes(plan))
         runtime = build_runtime(inputs, model, plan, groups, device, trained.optimizer, ledger, undo)
         stepped = optimizer_of(runtime, trained.groups, trained.optimizer, optimizer)
@@ -229,7 +230,7 @@ def _resolve(config: Config, model: nn.Module, ranks: Ranks, optimizer: Any, sch
         logger.info("scheduler: no effect here: the program passes its own")
         config = config.model_copy(update={"scheduler": None})
     resolved = resolve(config, context)
-    check_installed(resolved.config)
+    check_installed(resolved.sections)
     for path, sentence in config.provenance.foreign.items():
         warn_once(f"foreign-key {path}", f"{config.provenance.origin}: {sentence}")
     return resolved
@@ -253,7 +254,7 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
         # torch's schedulers warn unless their optimizer was stepped; the engine steps in its place.
         vars(optimizer)["_opt_called"] = True
         found = from_torch(optimizer)
-    elif (section := config.config.optimizer) is None:
+    elif (section := config.sections.optimizer) is None:
         return _Trained([], no_optimizer())
     else:
         params = section.params.model_dump()
@@ -292,14 +293,14 @@ def scheduler_of(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer 
                 "lr_scheduler has no optimizer whose rate it could set: name an optimizer in the configuration or pass "
                 "one to initialize(), or leave the scheduler out of an engine that only runs its model"
             )
-        if config.config.scheduler is not None:
+        if config.sections.scheduler is not None:
             logger.warning("scheduler has no effect: there is no optimizer whose rate it could set")
         return None
     if given is not None:
         scheduler = given(optimizer) if _is_factory(given) else given
         check_steps_alone(scheduler)
         return scheduler
-    section = config.config.scheduler
+    section = config.sections.scheduler
     return None if section is None else build_scheduler(section.type, section.params.model_dump(), optimizer)
 
 
@@ -314,7 +315,7 @@ def _loader(
         return None
     # Rank 0's, so that its `torch.manual_seed` alone decides the order.
     seed = exchange([float(torch.initial_seed() % 2**32)], groups.world, "seed of the data")
-    given = config.config
+    given = config.sections
     workers = Workers(
         given.dataloader_num_workers, given.dataloader_prefetch_factor, persistent=given.dataloader_persistent_workers,
         pin_memory=given.dataloader_pin_memory,
@@ -334,7 +335,7 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
             f"does not train it; parameters on {plan.homes(Kind.PARAM)}"
         )
     clip, bound = config.clip_norm, config.clip_value
-    autocast = config.config.torch_autocast
+    autocast = config.sections.torch_autocast
     precision = f"{config.compute_dtype}{f' under {autocast.dtype} autocast' if autocast.enabled else ''}"
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     return (

@@ -49,7 +49,7 @@ class Accumulation:
         """Whether the next `step()` applies the gradients."""
         if self._said is not None:
             return self._said
-        managed = self._config.config.managed_gradient_accumulation
+        managed = self._config.sections.managed_gradient_accumulation
         return not managed or (self._counters.micro_steps + 1 - self._first) % self.steps == 0
 
     @property
@@ -65,7 +65,7 @@ class Accumulation:
 
         Raises ConfigError where `managed_gradient_accumulation` is false, and for None.
         """
-        if not self._config.config.managed_gradient_accumulation:
+        if not self._config.sections.managed_gradient_accumulation:
             raise ConfigError(
                 "set_gradient_accumulation_boundary() has no meaning with managed_gradient_accumulation false: every "
                 "engine.step() applies the gradients. Leave one of the two out"

@@ -200,7 +200,7 @@ def _read(source: ConfigSource, conventions: Conventions) -> tuple[Config, Resol
         configure_logging(ranks.rank, config.log_level)
         context = ResolveContext(world_size=ranks.world_size, local_size=ranks.local_size, detected=True)
         resolved = resolve(_for_building(config), context)
-        patience.last(resolved.config.watchdog_seconds)
+        patience.last(resolved.sections.watchdog_seconds)
     return config, resolved, ranks
 
 
@@ -210,7 +210,7 @@ def _init(resolved: ResolvedConfig, ranks: Ranks) -> DeferredInit:
         undo.callback(groups.close)
         check_drives(resolved)
         undo.pop_all()
-    return DeferredInit(resolved.nvme_path, groups=groups, timeout_seconds=resolved.config.watchdog_seconds)
+    return DeferredInit(resolved.nvme_path, groups=groups, timeout_seconds=resolved.sections.watchdog_seconds)
 
 
 def _for_building(config: Config) -> Config:
@@ -225,6 +225,6 @@ def _for_building(config: Config) -> Config:
 def groups_of(config: ResolvedConfig, ranks: Ranks, device: Device) -> ProcessGroups:
     """Open the process groups of the configuration's axes, with its time limit. Collective."""
     return ProcessGroups(
-        ranks, Topology.of(config), backends=device.backends, timeout_seconds=config.config.watchdog_seconds,
-        cross_memory_attach=config.config.cross_memory_attach,
+        ranks, Topology.of(config), backends=device.backends, timeout_seconds=config.sections.watchdog_seconds,
+        cross_memory_attach=config.sections.cross_memory_attach,
     )  # fmt: skip

@@ -270,7 +270,7 @@ class _Forwards:
         runtime, batch = self._runtime, self._batches[action.micro_batch]
         runtime.coordinator.use_micro_batch(action.micro_batch)
         args = micro_batches.half(batch.args) if runtime.config.casts_inputs else batch.args
-        under = micro_batches.autocast(runtime.config.config.torch_autocast, runtime.device.torch)
+        under = micro_batches.autocast(runtime.config.sections.torch_autocast, runtime.device.torch)
         numbers: AbstractContextManager[Any] = nullcontext()
         if self._seed is not None:
             own = self._seed + action.stage * len(self._batches) + action.micro_batch

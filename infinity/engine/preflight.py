@@ -58,7 +58,7 @@ def preflight(
     free = _agreed(_free(config, model, device, ranks.local_size), groups.world)
     taken = max(baseline_nbytes(model) - deferred_nbytes(model), 0)
     whole = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
-    parallel = config.config.parallel
+    parallel = config.sections.parallel
     axis = tensor_axis_of(model, whole, size=config.tensor, sequence=parallel.sequence, given=parallel.plan)
     node = axis.divide(whole)
 
@@ -74,7 +74,7 @@ def preflight(
         )
         capacity, budget = (
             within(
-                config.config.memory, free, ranks=ranks.local_size, accelerator=device.own_memory,
+                config.sections.memory, free, ranks=ranks.local_size, accelerator=device.own_memory,
                 by_budget=by_budget, reserved=reserve.by_tier(),
             )
             for by_budget in (False, True)
@@ -106,7 +106,7 @@ def _with_activations(
     model: nn.Module, draw: Callable[[], Call] | None,
 ) -> tuple[PlanInputs, Plan]:  # fmt: skip
     """A plan beside which a micro-batch's activations fit, as far as anything shows one."""
-    tokens = stated_batch(config, model) if config.config.memory.activations.max_bytes is None else None
+    tokens = stated_batch(config, model) if config.sections.memory.activations.max_bytes is None else None
     inputs = asked(measured(None if tokens is None else ((), tokens)))
     if inputs.reserve.activations:
         return inputs, inputs.plan()
@@ -168,7 +168,7 @@ def _checkpoint_room(inputs: PlanInputs, model: nn.Module, plan: Plan, *, rank: 
     room = inputs.limits.room(tier, held)
     if not tier.on_drive or room is None:
         return []
-    every = max(config.config.activation_checkpointing.every, 1)
+    every = max(config.sections.activation_checkpointing.every, 1)
     recomputed = repeated_blocks(inputs.node, classes=inputs.blocks, every=every)
     blocks, part = len(recomputed), plan.pipeline
     if part is not None:
@@ -206,7 +206,7 @@ def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: 
     free = device.free_nbytes()
     drives = None
     if config.nvme_path is not None:
-        drives = free_nvme_nbytes(config.nvme_path, config.config.aio.drive_weights)
+        drives = free_nvme_nbytes(config.nvme_path, config.sections.aio.drive_weights)
     elif config.checkpoint_nvme_path is not None:
         drives = free_nvme_nbytes(config.checkpoint_nvme_path)
     return free_for_rank(

@@ -23,15 +23,15 @@ from infinity.plan.hardware import Drive, HardwareProfile, load_profile
 
 def queue_options(config: ResolvedConfig, directories: Sequence[str]) -> QueueOptions:
     """Return the options for `directories`; raise ConfigError where the named profile cannot be read."""
-    aio, defaults = config.config.aio, QueueOptions()
+    aio, defaults = config.sections.aio, QueueOptions()
     threads = aio.intra_op_parallelism or defaults.threads
     options = QueueOptions(
-        depth=aio.queue_depth * threads, threads=threads, timeout_seconds=config.config.watchdog_seconds,
+        depth=aio.queue_depth * threads, threads=threads, timeout_seconds=config.sections.watchdog_seconds,
         block_nbytes=aio.block_size or defaults.block_nbytes, checksum=aio.checksum, weights=aio.drive_weights,
     )  # fmt: skip
-    if config.config.hardware_profile is None:
+    if config.sections.hardware_profile is None:
         return options
-    drives = _drives(load_profile(config.config.hardware_profile), directories)
+    drives = _drives(load_profile(config.sections.hardware_profile), directories)
     if not drives:
         return options
     if aio.block_size is None:

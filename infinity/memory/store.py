@@ -467,9 +467,9 @@ def open_activation_tier(
     tier = Tier.named(config.checkpoint_tier)
     if tier.on_device:
         return None
-    section, paths = config.config.activation_checkpointing.offload, config.checkpoint_nvme_path
+    section, paths = config.sections.activation_checkpointing.offload, config.checkpoint_nvme_path
     folders = None if paths is None else SwapFolders(tier, paths, rank, queue_options(config, paths))
     return ActivationTier(
         device, ledger=ledger, pin=section.pin_memory, buffer_count=section.buffer_count,
-        overlap=config.config.overlap, folders=folders,
+        overlap=config.sections.overlap, folders=folders,
     )  # fmt: skip

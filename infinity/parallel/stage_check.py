@@ -458,7 +458,7 @@ def cut_into_stages(
             "decoder take what the encoder has computed beside their first argument, and nothing else crosses a "
             f"boundary of stages: {INSTEAD}"
         )
-    parallel = config.config.parallel
+    parallel = config.sections.parallel
     stages, counts = config.pipeline * parallel.virtual_stages, parallel.stages or None
     if isinstance(model, PipelineModule):
         return cut_model(node, model.blocks, stages, counts=counts or model.stage_counts(stages))

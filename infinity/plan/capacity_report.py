@@ -79,7 +79,7 @@ def less_activations(inputs: PlanInputs) -> str:
     if config.micro_batch > 1:
         ways.append("lower train_micro_batch_size_per_gpu, and raise gradient_accumulation_steps as much")
     blocks = repeated_blocks(inputs.node, classes=inputs.blocks, every=1)
-    if not config.config.activation_checkpointing.every:
+    if not config.sections.activation_checkpointing.every:
         ways += ["have blocks computed again in backward (activation_checkpointing.every = 1)"] if blocks else []
     elif Tier.named(config.checkpoint_tier).on_device:
         ways.append('keep the inputs of recomputed blocks elsewhere (activation_checkpointing.offload.device = "nvme")')
@@ -89,7 +89,7 @@ def less_activations(inputs: PlanInputs) -> str:
 
 def _fewer_in_flight(inputs: PlanInputs) -> str:
     """What a pipeline can do to have fewer micro-batches in flight."""
-    schedule = inputs.config.config.parallel.schedule
+    schedule = inputs.config.sections.parallel.schedule
     if inputs.cut is None or schedule == "1f1b":
         return ""
     return f" Of the schedules, \"1f1b\" has the fewest micro-batches in flight; parallel.schedule is \"{schedule}\"."
@@ -272,7 +272,7 @@ def _different(config: ResolvedConfig, keys: Mapping[str, Any]) -> dict[str, Any
     """The keys whose present value differs; bounds are only lowered."""
     different = {}
     for path, value in keys.items():
-        place: Any = config.config
+        place: Any = config.sections
         for name in path.split("."):
             place = getattr(place, name, None)
         lower = path not in (_LIVE, _AHEAD, _GROUP) or place > value

@@ -232,7 +232,7 @@ class PlanInputs:
 
     @property
     def _chosen(self) -> OptimizerSpec:
-        return self.optimizer or optimizer_spec(self.config.config.optimizer)
+        return self.optimizer or optimizer_spec(self.config.sections.optimizer)
 
     @property
     def _by_budget(self) -> bool:
@@ -276,7 +276,7 @@ class PlanInputs:
         """What this place on the pipeline axis has of the model's units. ConfigError for an impossible schedule."""
         assert self.cut is not None
         split = split_model(
-            units, self.cut, pp=self.topology.pp, schedule=self.config.config.parallel.schedule,
+            units, self.cut, pp=self.topology.pp, schedule=self.config.sections.parallel.schedule,
             micro_batches=self.config.accumulation,
         )  # fmt: skip
         return PipelinePart(split, self.index)
@@ -288,7 +288,7 @@ class PlanInputs:
         optimizer = self._chosen
         # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it
         # arrives.
-        several = config.accumulation > 1 or not config.config.managed_gradient_accumulation
+        several = config.accumulation > 1 or not config.sections.managed_gradient_accumulation
         return PlanRequest(
             stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
             optimizer_share=config.optimizer_share, param_cpu_numel=config.param_cpu_numel,
@@ -300,7 +300,7 @@ class PlanInputs:
             persistent_total_numel=zero.stage3_model_persistence_threshold,
             live_numel=zero.stage3_max_live_parameters, reuse_numel=zero.stage3_max_reuse_distance,
             accelerator=self.accelerator, unified=self.unified, accumulates=several,
-            reduces_once=config.config.parallel.reduce == "step", overlap=config.config.overlap,
+            reduces_once=config.sections.parallel.reduce == "step", overlap=config.sections.overlap,
             steps_early=config.steps_early and optimizer.guarded,
         )  # fmt: skip
 

@@ -510,5 +510,5 @@ def repeated_blocks(root: ModuleNode, *, classes: Collection[str] = (), every: i
 
 def checkpointed_blocks(config: ResolvedConfig, node: ModuleNode, classes: tuple[str, ...]) -> tuple[str, ...]:
     """Paths of the blocks that the configuration has computed again in backward. classes: the model's own blocks."""
-    every = config.config.activation_checkpointing.every
+    every = config.sections.activation_checkpointing.every
     return repeated_blocks(node, classes=classes, every=every) if every else ()

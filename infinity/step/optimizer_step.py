@@ -192,7 +192,7 @@ class OptimizerStep:
         self.state = StepState.IDLE
         # Of the latest step; None before the first.
         self.verdict: StepVerdict | None = None
-        self.skips = Skips(limit=config.config.max_skipped_steps, scaler=scaler)
+        self.skips = Skips(limit=config.sections.max_skipped_steps, scaler=scaler)
         self._norms = Norms(plan, store, groups)
         self._updater = SubGroupUpdater(
             plan, store, rule, device=device, index=groups.data.index, grad_bound=config.clip_value or math.inf
@@ -227,7 +227,7 @@ class OptimizerStep:
     @property
     def grad_factor(self) -> float:
         """What accumulated gradients are multiplied by: averaging over data-parallel ranks, and fp16's unscaling."""
-        averaged = self._config.config.gradient_allreduce_op == "mean"
+        averaged = self._config.sections.gradient_allreduce_op == "mean"
         return 1.0 / (self._norms.groups.data.size if averaged else 1) / self.loss_scale
 
     def parameter_scalars(self) -> dict[str, dict[str, Any]]:

@@ -74,7 +74,7 @@ def with_auto(raw: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def keys(document: dict[str, Any]) -> list[str]:
-    found = section_leaves(resolve(load_config(document), ResolveContext()).config)
+    found = section_leaves(resolve(load_config(document), ResolveContext()).sections)
     return [leaf.path for leaf in found if not sections_of(leaf.field) and not mark(leaf.field, Absent)]
 
 
@@ -148,7 +148,7 @@ NONE_IS_NONE = {
 
 @pytest.mark.parametrize("document", ["warm-up", "decay", "cosine", "cycle"])
 def test_an_absent_value_is_said_in_words(document):
-    config = resolve(load_config(DOCUMENTS[document]), ResolveContext()).config
+    config = resolve(load_config(DOCUMENTS[document]), ResolveContext()).sections
     bare = [
         leaf.path for leaf in section_leaves(config)
         if leaf.value in (None, ()) and not mark(leaf.field, Absent)

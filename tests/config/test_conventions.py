@@ -38,7 +38,7 @@ def test_a_foreign_key_is_left_out_with_its_path_and_the_key_that_was_meant() ->
 @pytest.mark.parametrize("conventions", [STRICT, DEEPSPEED, Conventions(default_optimizer=False)])
 def test_the_resolved_configuration_says_how_it_was_read(conventions: Conventions) -> None:
     config = load_config({"gradient_clipping": "auto"}, conventions=conventions)
-    assert resolve(config, ResolveContext()).config.provenance.conventions == conventions
+    assert resolve(config, ResolveContext()).sections.provenance.conventions == conventions
 
 
 def test_dotted_keys_are_in_their_sections() -> None:

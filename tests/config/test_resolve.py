@@ -116,14 +116,14 @@ def test_auto_comes_from_the_model_and_the_arguments() -> None:
         total_num_steps=70,
         warmup_num_steps=7,
     )
-    zero, scheduler = resolved.zero, resolved.config.scheduler
+    zero, scheduler = resolved.zero, resolved.sections.scheduler
     assert resolved.compute_dtype == "bf16"
-    assert not resolved.config.fp16.enabled
+    assert not resolved.sections.fp16.enabled
     assert resolved.clip_norm == 1.0
     assert (zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size) == (1_000_000, 900_000)
     assert (zero.stage3_param_persistence_threshold, zero.sub_group_size) == (10_000, 10**9)
-    assert resolved.config.optimizer is not None
-    assert resolved.config.optimizer.params.lr == 5e-5
+    assert resolved.sections.optimizer is not None
+    assert resolved.sections.optimizer.params.lr == 5e-5
     assert scheduler is not None
     assert scheduler.params.model_dump() == {
         "total_num_steps": 70,
@@ -133,7 +133,7 @@ def test_auto_comes_from_the_model_and_the_arguments() -> None:
         "warmup_type": "log",
     }
     assert resolved.train_batch == 4
-    assert resolved.config.provenance.autos == frozenset()
+    assert resolved.sections.provenance.autos == frozenset()
     assert resolved.sources["bf16.enabled"] == "auto: the model is bf16"
     assert resolved.sources["zero_optimization.stage"] == "file"
     assert resolved.sources["zero_optimization.legacy_stage1"] == "default"
@@ -145,8 +145,8 @@ def test_auto_without_knowledge_is_the_default_or_a_question() -> None:
     resolved = _resolved(raw)
     assert resolved.compute_dtype == "fp32"
     assert resolved.zero.stage3_prefetch_bucket_size == 50_000_000
-    assert resolved.config.scheduler is not None
-    assert resolved.config.scheduler.params.model_dump()["warmup_max_lr"] is None
+    assert resolved.sections.scheduler is not None
+    assert resolved.sections.scheduler.params.model_dump()["warmup_max_lr"] is None
     assert resolved.sources["scheduler.params.warmup_max_lr"] == "auto: the optimizer's own rate"
     with pytest.raises(ConfigError, match="total_num_steps is required"):
         _resolved(HF)
@@ -166,7 +166,7 @@ def test_auto_that_only_the_file_could_settle_is_refused_with_the_next_step() ->
 def test_a_cycle_needs_a_rate_that_somebody_wrote() -> None:
     cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": "auto"}}
     optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-4}}
-    scheduler: Any = _resolved({"optimizer": optimizer, "scheduler": cycle}).config.scheduler
+    scheduler: Any = _resolved({"optimizer": optimizer, "scheduler": cycle}).sections.scheduler
     assert scheduler.params.cycle_max_lr == 3e-4
     with pytest.raises(ConfigError, match="cycle_max_lr is required by OneCycle: give a number"):
         _resolved({"scheduler": cycle})

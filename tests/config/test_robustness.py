@@ -43,9 +43,9 @@ def test_junk_anywhere_is_a_configuration_or_a_config_error(
         resolved = resolve(load_config(document), context)
         assert resolved.explain()
         # What was accepted can be written down and read again. "auto" devices stay that, until a plan is made.
-        again = load_config(resolved.config.model_dump_json())
-        assert resolve(again, context).config == resolved.config
-        assert again == resolved.config or again.provenance.autos
+        again = load_config(resolved.sections.model_dump_json())
+        assert resolve(again, context).sections == resolved.sections
+        assert again == resolved.sections or again.provenance.autos
 
 
 def nested(levels: int) -> dict[str, Any]:

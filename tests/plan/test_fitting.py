@@ -111,7 +111,7 @@ def test_what_is_set_aside_is_not_the_plans_and_is_said():
         taken_nbytes=300 << 20, overhead_nbytes=50 << 20, activation_nbytes=200 << 20, activations="1 x 128 tokens",
         gaps_nbytes=100 << 20,
     )  # fmt: skip
-    config = inputs(None).config.config.memory
+    config = inputs(None).config.sections.memory
     limits = within(config, free, ranks=1, accelerator=False, by_budget=False, reserved=reserve.by_tier())
     assert limits.process == (4 << 30) - (350 << 20)
     words = reserve.in_words()
@@ -124,7 +124,7 @@ def test_what_is_set_aside_is_not_the_plans_and_is_said():
 
 def test_a_limit_that_was_given_is_the_engines_own_and_is_not_lessened():
     raw = {"memory": {"cpu": {"max_bytes": "1GB"}}}
-    limits = resolve(load_config(raw), ResolveContext()).config.memory
+    limits = resolve(load_config(raw), ResolveContext()).sections.memory
     free, aside = Capacity(process=4 * 10**9), {Tier.GPU: 10**9, Tier.CPU: 10**9}
     assert within(limits, free, ranks=1, accelerator=False, by_budget=False, reserved=aside).process == 10**9
     poor = Capacity(process=25 * 10**8)

@@ -76,7 +76,7 @@ class DeepSpeedConfig:
     def __getattr__(self, name: str) -> Any:
         if name == "resolved":
             raise AttributeError(name)
-        config = self.resolved.config
+        config = self.resolved.sections
         if name == "monitor_config":
             # The sections of monitors among others.
             return config
