@@ -79,7 +79,7 @@ def test_a_changed_configuration_is_that_of_a_file_with_the_change() -> None:
     told = changed(_resolved({"bf16": {"enabled": True}}), {path: "cpu", "zero_optimization.stage": 2})
     written = _resolved({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "cpu_offload": True}})
     assert (told.stage, told.optimizer_tier) == (written.stage, written.optimizer_tier) == (2, "cpu")
-    assert told.config.zero_optimization == written.config.zero_optimization
+    assert told.sections.zero_optimization == written.sections.zero_optimization
 
 
 HF = {
@@ -211,8 +211,8 @@ def test_explain_shows_each_value_with_its_source() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_resolved_configuration_can_be_written_and_read_again(path: Path) -> None:
     first = resolve(load_config(path), ResolveContext(world_size=8 if path.stem == "three_axes" else 2))
-    again = load_config(first.config.model_dump_json())
-    assert again == first.config
+    again = load_config(first.sections.model_dump_json())
+    assert again == first.sections
     assert first.report() == []
 
 
