@@ -58,6 +58,12 @@ ENVIRONMENT_READ_IN = (
     # Passes it on to what it starts.
     "infinity.cli.run",
 )  # fmt: skip
+# Back ends are opened and used by the store's package, files on drives by it, checkpoints and what measures drives.
+MOVERS = {
+    "infinity.memory.tiers.nvme": ("infinity.memory",), "infinity.memory.tiers.registry": ("infinity.memory",),
+    "infinity.memory.tiers.striping": ("infinity.memory",),
+    "infinity.ops.aio": ("infinity.memory", "infinity.checkpoint", "infinity.cli", "infinity.ops"),
+}
 # Keys are resolved by `config`; where a device is left open the plan decides it, from the budgets, and liger's kernels
 # where the model is known. `ops.aio` has an "auto" of its own, the back end that works.
 AUTO_READ_IN = ("infinity.config", "infinity.plan.inputs", "infinity.engine.liger", "infinity.ops.aio")
@@ -344,6 +350,16 @@ def _only_above(sources: Sources) -> list[str]:
     ]  # fmt: skip
 
 
+def mover_violations(sources: Sources) -> list[str]:
+    """Whatever else moves bytes between tiers than the store's package."""
+    return [
+        str(item)
+        for item in sources.imports
+        for back_end, movers in MOVERS.items()
+        if _within(item.target, (back_end,)) and not _within(item.module, movers)
+    ]
+
+
 FORWARDS = "infinity.zero.forwards"
 
 
@@ -402,7 +418,8 @@ def auto_violations(sources: Sources) -> list[str]:
 
 RULES: tuple[Callable[[Sources], list[str]], ...] = (
     layer_violations, relative_violations, nested_violations, cycle_violations, torch_violations, cuda_violations,
-    environment_violations, callback_violations, forward_violations, state_violations, auto_violations,
+    environment_violations, callback_violations, mover_violations, forward_violations,
+    state_violations, auto_violations,
 )  # fmt: skip
 
 
@@ -511,6 +528,8 @@ PLANTED = {
             "infinity__zero__x": "class Q:\n    def do(self): ...",
         },
     ),
+    "zero opens a drive": (mover_violations, {"infinity__zero__x": "from infinity.memory.tiers.nvme import NvmeTier"}),
+    "the engine has a queue": (mover_violations, {"infinity__engine__x": "from infinity.ops.aio import Queue"}),
     "a second place for forward": (forward_violations, {"infinity__engine__x": "module.forward = f"}),
     "forward by its name": (forward_violations, {"infinity__tiling__x": "module.__dict__['forward'] = f"}),
     "forward is taken out": (forward_violations, {"infinity__parallel__x": "del module.forward"}),

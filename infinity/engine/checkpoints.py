@@ -101,9 +101,8 @@ from infinity.distributed.mailbox import StoreMailbox
 from infinity.engine.runtime import Runtime
 from infinity.errors import CheckpointError, ConfigError, TransferError
 from infinity.log import PhaseProgress, logger
-from infinity.memory.drives import queue_options
+from infinity.memory.drives import transfer_queue
 from infinity.memory.partition import DTYPES
-from infinity.ops.aio import Queue
 from infinity.plan.plan import model_params
 from infinity.plan.spec import dtype_name
 
@@ -235,7 +234,7 @@ class Save:
                     folder, "rank 0 has made this folder, which is not seen here",
                     "Save into a folder that all nodes share",
                 )  # fmt: skip
-            with checkpoint_queue(self.runtime) as queue:
+            with transfer_queue(self.runtime.config) as queue:
                 read_back = bool(target.outdated)
                 return asdict(
                     write(capture, source, folder, target.id, queue, read_back=read_back, mailbox=mailbox)
@@ -292,15 +291,6 @@ class Save:
 
 def _plain(state: Any) -> dict[str, Any]:
     return vars(state) if isinstance(state, argparse.Namespace) else dict(state or {})
-
-
-def checkpoint_queue(runtime: Runtime) -> Queue:
-    """Return a queue of its own for a save or a load; the configuration says how drives are used."""
-    options = queue_options(runtime.config, ())
-    return Queue(
-        depth=options.depth, threads=options.threads, timeout_s=options.timeout_seconds,
-        block_nbytes=options.block_nbytes,
-    )  # fmt: skip
 
 
 def tensors_of(runtime: Runtime, *, frozen: bool = True) -> dict[str, TensorInfo]:
@@ -536,7 +526,7 @@ def _extents(
     groups = runtime.groups
     total = sum(piece.nbytes for piece in holdings(runtime.plan, groups.data.index, groups.tensor.index))
     progress = PhaseProgress(f"loading {folder}", total)
-    with checkpoint_queue(runtime) as queue, ExtentReader(folder, manifest, indexes, queue, progress) as reader:
+    with transfer_queue(runtime.config) as queue, ExtentReader(folder, manifest, indexes, queue, progress) as reader:
         yield CheckpointSource(reader)
 
 

@@ -17,6 +17,7 @@ from infinity.log import warn_once
 from infinity.memory.tiers.base import Folders, QueueOptions
 from infinity.memory.tiers.nvme import check_usable, clean, swap_folders
 from infinity.memory.tiers.striping import even
+from infinity.ops.aio import Queue
 from infinity.plan.capacity import Capacity, free_cpu_nbytes
 from infinity.plan.hardware import Drive, HardwareProfile, load_profile
 
@@ -41,6 +42,15 @@ def queue_options(config: ResolvedConfig, directories: Sequence[str]) -> QueueOp
     if len(drives) > 1 and not options.weights:
         options = replace(options, weights=even([drive.mixed_rate for drive in drives]))
     return options
+
+
+def transfer_queue(config: ResolvedConfig) -> Queue:
+    """Return a queue of its own for a save or a load; the configuration says how drives are used."""
+    options = queue_options(config, ())
+    return Queue(
+        depth=options.depth, threads=options.threads, timeout_s=options.timeout_seconds,
+        block_nbytes=options.block_nbytes,
+    )  # fmt: skip
 
 
 def check_drives(config: ResolvedConfig) -> None:

@@ -30,7 +30,6 @@ from infinity.memory.partition import Partition
 from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.tiers.base import Folders, MemoryBackend, QueueOptions, TierBackend
 from infinity.memory.tiers.device import Device
-from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.memory.tiers.registry import backend_of
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, Key, Kind, Tier, align_up
@@ -386,15 +385,35 @@ _FILE_NBYTES, _FREE_SHARE = 1 << 30, 4
 _WRITING_MAX = 8
 
 
-class SwapFiles:
-    """Swap files in `directory` (the folders of one tier) that grow with what is written. Used by one thread."""
+@dataclass(frozen=True, slots=True)
+class SwapPlace:
+    """Bytes of one swap file."""
 
-    def __init__(self, directory: Sequence[str], *, rank: int, timeout_seconds: float) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._timeout = timeout_seconds
+    file: TierBackend
+    extent: Extent
+
+    def first(self, nbytes: int) -> SwapPlace:
+        """Its first bytes."""
+        return SwapPlace(self.file, Extent(self.extent.offset, nbytes))
+
+    def read(self) -> tuple[Tensor, list[Transfer]]:
+        """Submit reads of what `SwapFiles.write` wrote, which is on the drive; returns its bytes (uint8, flat) to come.
+        """
+        offset, nbytes = self.extent.offset, self.extent.nbytes
+        buffer = page_aligned(nbytes)
+        # Cut as it was written: of each part the tier knows a checksum.
+        parts = [(begin, buffer[begin : begin + _PART_NBYTES]) for begin in range(0, nbytes, _PART_NBYTES)]
+        return buffer, [self.file.read(Extent(offset + begin, part.numel()), part) for begin, part in parts]
+
+
+class SwapFiles:
+    """Swap files of one tier that grow with what is written. Used by one thread."""
+
+    def __init__(self, paths: Sequence[str], *, rank: int, timeout_seconds: float) -> None:
+        self._paths = paths
+        self._folders = SwapFolders(Tier.NVME, paths, rank, QueueOptions(timeout_seconds=timeout_seconds))
         # Each with the bytes that are taken.
-        self._files: list[tuple[NvmeTier, int]] = []
+        self._files: list[tuple[TierBackend, int]] = []
         # Parts on their way to the drive, with the memory that they lie in, and memory for others.
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
         self._rooms: list[Tensor] = []
@@ -404,19 +423,17 @@ class SwapFiles:
         """Bytes of memory for parts on their way to the drive."""
         return (len(self._writing) + len(self._rooms)) * _PART_NBYTES
 
-    def allocate(self, nbytes: int) -> tuple[NvmeTier, Extent]:
+    def allocate(self, nbytes: int) -> SwapPlace:
         """Return a place for `nbytes` (a multiple of the alignment) in the newest file, or in a new one."""
         if not self._files or self._files[-1][1] + nbytes > self._files[-1][0].nbytes:
-            share = free_nvme_nbytes(self._directory) // _FREE_SHARE // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+            share = free_nvme_nbytes(self._paths) // _FREE_SHARE // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
             size = max(nbytes, min(_FILE_NBYTES, share))
-            options = QueueOptions(timeout_seconds=self._timeout)
-            tier = NvmeTier.open(self._directory, nbytes=size, rank=self._rank, options=options)
-            self._files.append((tier, 0))
-        tier, used = self._files[-1]
-        self._files[-1] = (tier, used + nbytes)
-        return tier, Extent(used, nbytes)
+            self._files.append((self._folders.open(size), 0))
+        file, used = self._files[-1]
+        self._files[-1] = (file, used + nbytes)
+        return SwapPlace(file, Extent(used, nbytes))
 
-    def write(self, tier: NvmeTier, extent: Extent, values: Tensor) -> None:
+    def write(self, place: SwapPlace, values: Tensor) -> None:
         """Submit writes of the bytes of `values` in parts, from buffers that direct I/O accepts."""
         flat = values.detach().contiguous().view(-1).view(torch.uint8)
         for begin in range(0, flat.numel(), _PART_NBYTES):
@@ -424,7 +441,8 @@ class SwapFiles:
             room = self._room()
             room[: part.numel()].copy_(part)
             nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
-            self._writing.append((tier.write(Extent(extent.offset + begin, nbytes), room[:nbytes]), room))
+            extent = Extent(place.extent.offset + begin, nbytes)
+            self._writing.append((place.file.write(extent, room[:nbytes]), room))
 
     def drain(self) -> None:
         """Wait until every part is on the drive."""
@@ -438,10 +456,10 @@ class SwapFiles:
         self.drain()
         self._rooms.clear()
 
-    def remove(self, tier: NvmeTier | None) -> None:
+    def remove(self, file: TierBackend) -> None:
         """Remove a file in which no values are left."""
         for index, (candidate, _) in enumerate(self._files):
-            if candidate is tier:
+            if candidate is file:
                 candidate.close()
                 del self._files[index]
                 return
@@ -449,8 +467,8 @@ class SwapFiles:
     def close(self) -> None:
         """Remove every file; idempotent."""
         # Their queues end what is in flight.
-        for tier, _ in self._files:
-            tier.close()
+        for file, _ in self._files:
+            file.close()
         self._files.clear()
         self._writing.clear()
         self._rooms.clear()
@@ -464,12 +482,3 @@ class SwapFiles:
         transfer, room = self._writing.popleft()
         transfer.wait()
         return room
-
-
-def read_extent(tier: NvmeTier, extent: Extent) -> tuple[Tensor, list[Transfer]]:
-    """Submit reads of what `SwapFiles.write` wrote, which is on the drive; returns its bytes (uint8, flat) to come."""
-    offset, nbytes = extent.offset, extent.nbytes
-    buffer = page_aligned(nbytes)
-    # Cut as it was written: of each part the tier knows a checksum.
-    parts = [(begin, buffer[begin : begin + _PART_NBYTES]) for begin in range(0, nbytes, _PART_NBYTES)]
-    return buffer, [tier.read(Extent(offset + begin, part.numel()), part) for begin, part in parts]

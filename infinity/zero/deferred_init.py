@@ -35,10 +35,9 @@ from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.groups import ProcessGroups
 from infinity.errors import StateError
-from infinity.memory.scratch import SwapFiles, read_extent
-from infinity.memory.tiers.nvme import NvmeTier
+from infinity.memory.scratch import SwapFiles, SwapPlace
 from infinity.memory.tiers.pinned import trim
-from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
+from infinity.plan.types import EXTENT_ALIGNMENT, align_up
 from infinity.zero import parameter
 
 # Bytes that are exchanged at a time.
@@ -135,7 +134,7 @@ class WeightSource(Protocol):
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one parameter's values: memory (`data`), a file (`tier`, `extent`), or still its `origin`.
+    """The place of one parameter's values: memory (`data`), a file (`swapped`), or still its `origin`.
 
     serial: the parameters' order, the same on every rank.
     """
@@ -145,8 +144,7 @@ class _Place:
     shape: torch.Size
     dtype: torch.dtype
     serial: int
-    tier: NvmeTier | None = None
-    extent: Extent | None = None
+    swapped: SwapPlace | None = None
     origin: WeightSource | None = None
     # The elements, from and to, that `data` or the file have of the flat values; None for all. See [Note: slices].
     kept: tuple[int, int] | None = None
@@ -166,9 +164,9 @@ class _Place:
         """Their bytes."""
         return self.numel * self.dtype.itemsize
 
-    def put(self, tier: NvmeTier, extent: Extent) -> None:
+    def put(self, place: SwapPlace) -> None:
         """The values have a place in a file."""
-        self.tier, self.extent = tier, extent
+        self.swapped = place
 
     def take(self, data: Tensor) -> None:
         """The whole values are `data`, which may have another shape and dtype than before."""
@@ -322,7 +320,7 @@ class DeferredInit:
         """Return whether a parameter's values are still those of its origin."""
         self._forget_dead()
         place = self._places.get(id(param))
-        return place is not None and place.origin is not None and place.data is None and place.extent is None
+        return place is not None and place.origin is not None and place.data is None and place.swapped is None
 
     # What all ranks do together. See [Note: slices].
 
@@ -457,7 +455,7 @@ class DeferredInit:
     def prefetch(self, param: nn.Parameter) -> None:
         """Begin to read the values of a parameter that is wanted next, if they lie in a swap file."""
         place = self._places.get(id(param))
-        if place is not None and place.data is None and place.extent is not None and not self._coming:
+        if place is not None and place.data is None and place.swapped is not None and not self._coming:
             self._coming[id(param)] = self._submit_reads(place)
 
     def absorb(self, other: DeferredInit, params: Sequence[nn.Parameter]) -> None:
@@ -500,10 +498,11 @@ class DeferredInit:
             for read in coming[1]:
                 read.wait()
         # The newest file stays while parameters may still be registered.
-        if place is None or self._files is None or self.open:
+        if place is None or place.swapped is None or self._files is None or self.open:
             return
-        if not any(other.tier is place.tier for other in self._places.values()):
-            self._files.remove(place.tier)
+        file = place.swapped.file
+        if not any(other.swapped is not None and other.swapped.file is file for other in self._places.values()):
+            self._files.remove(file)
 
     def seal(self) -> None:
         """End the construction: a released parameter that the program uses from now on raises StateError.
@@ -580,12 +579,13 @@ class DeferredInit:
         nbytes = place.nbytes
         if nbytes:
             space = align_up(nbytes, EXTENT_ALIGNMENT)
-            if place.extent is None or place.tier is None or place.extent.nbytes < space:
-                place.put(*self._files.allocate(space))
-            elif place.extent.nbytes > space:
-                place.put(place.tier, Extent(place.extent.offset, space))
-            assert place.tier is not None and place.extent is not None
-            self._files.write(place.tier, place.extent, place.data)
+            # A smaller value goes where the former one lay.
+            if place.swapped is not None and place.swapped.extent.nbytes >= space:
+                swapped = place.swapped.first(space)
+            else:
+                swapped = self._files.allocate(space)
+            place.put(swapped)
+            self._files.write(swapped, place.data)
         if place.kept is None and not parameter.is_released(param):
             parameter.release(param, parameter.placeholder(place.shape, place.dtype, place.data.device))
         place.data = None
@@ -600,7 +600,7 @@ class DeferredInit:
         if place.data is not None:
             return place.data
         shape = place.shape if place.kept is None else (place.numel,)
-        if place.extent is None or place.tier is None:
+        if place.swapped is None:
             fresh = torch.empty(shape, dtype=place.dtype, device="cpu")
             if place.origin is not None:
                 place.origin.read(0, fresh.view(-1))
@@ -614,10 +614,10 @@ class DeferredInit:
         return buffer.view(place.dtype)[: place.numel].view(shape)
 
     def _submit_reads(self, place: _Place) -> tuple[Tensor, list[Transfer]]:
-        assert place.tier is not None and place.extent is not None
+        assert place.swapped is not None
         if self._files is not None:
             self._files.drain()
-        return read_extent(place.tier, place.extent)
+        return place.swapped.read()
 
 
 def _is_small(nbytes: int) -> bool:
