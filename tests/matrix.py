@@ -51,6 +51,7 @@ ROWS = [
     Row("tests/ops", ("infinity/ops", "csrc")),
     Row("tests/parallel", (*_AXES, "infinity/engine", "infinity/zero", "infinity/integrations")),
     Row("tests/plan", ("infinity/plan",)),
+    Row("tests/simulator", ("estimators", "infinity/plan")),
     Row("tests/tiling", ("infinity/tiling",)),
     Row("tests/zero", ("infinity/zero", "infinity/memory", "infinity/tiling")),
     Row("tests/zoo", ("infinity/zero", "infinity/engine")),

@@ -44,6 +44,7 @@ from infinity.plan.types import Key, Kind, Tier
 from tests.checkpoint import reader, sharded
 from tests.checkpoint.hostile import body_of
 from tests.checkpoint.sharded import PARAMS, Axes, changed, plan_of, ranks_of, values_of
+from tests.support.cells import cover, kept
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 CELLS = [
@@ -76,7 +77,7 @@ def test_the_plans_have_what_makes_it_hard() -> None:
     assert any(len(slot.shard.blocks) > 1 for slot in slots if slot.shard is not None)
 
 
-@pytest.mark.parametrize("axes", CELLS, ids=lambda axes: axes.name)
+@pytest.mark.parametrize("axes", kept(CELLS, cover(CELLS, lambda axes: (axes.tp, axes.dp, axes.stage))))
 def test_what_any_axes_saved_is_loaded_to_the_bit(axes: Axes, saved: Path, tmp_path: Path) -> None:
     with ranks_of(axes, tmp_path / "swap") as ranks:
         at = CELLS.index(axes)

@@ -95,12 +95,12 @@ def parity(rank: int, world: int, folder: str, stage: int) -> list[tuple[str, st
         section = {} if home == "none" else wish(home, folder)
         config = settings(folder, stage=stage, dtype=dtype, accumulation=2, clip=0.05, **section)
         case = WithDropout(torch.bfloat16 if dtype == "bf16" else torch.float32)
-        result = train(case, config, rank=rank, steps=3)
+        result = train(case, config, rank=rank, steps=2)
         found.append((f"{dtype} {home}", result.digest, result.norms))
     return found
 
 
-@pytest.mark.parametrize(("stage", "world"), kept([(0, 1), (0, 2), (3, 1), (3, 2)], [(0, 1), (3, 2)]))
+@pytest.mark.parametrize(("stage", "world"), kept([(0, 1), (0, 2), (3, 1), (3, 2)], [(3, 2)]))
 def test_checkpoints_on_any_tier_give_the_same_bits_with_dropout(rank_pools, tmp_path, stage, world):
     for cells in rank_pools[world].run(parity, str(tmp_path), stage):
         for same in (cells[:4], cells[4:]):
@@ -186,7 +186,7 @@ def adapters(rank: int, world: int, folder: str, stage: int) -> list[str]:
         section = wish(home, folder, every=int(own is None))
         engine, *_ = infinity.initialize(model=adapted, config=settings(folder, stage=stage, **section))
         with engine:
-            for step in range(3):
+            for step in range(2):
                 torch.manual_seed(10 * step + rank)
                 engine.backward(engine(**token_batch(rank, step)).loss)
                 engine.step()
@@ -198,7 +198,7 @@ def adapters(rank: int, world: int, folder: str, stage: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", kept([1, 3], [3]))
 def test_adapters_on_frozen_norms_pass_torchs_determinism_check(rank_pools, tmp_path, stage):
     for digests in rank_pools[2].run(adapters, str(tmp_path), stage):
         assert len(set(digests)) == 1

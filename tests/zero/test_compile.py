@@ -44,6 +44,13 @@ AT_STAGE_3 = (
     ("tiles, blocks", "aot_eager", 1), ("fullgraph model", "aot_eager", 2), ("a compiled loss", "aot_eager", 1),
     ("lengths that vary", "eager", 4), ("mlp, engine.compile()", "aot_eager", 0),
 )  # fmt: skip
+# One of each kind: whole models and blocks, before and after, around blocks, in tiles, checkpointed, of many lengths.
+NAMES = (
+    "engine.compile()", "model.compile() before", "block.compile() after", "torch.compile(block) in the list",
+    "a compiled function around blocks", "units smaller than blocks", "blocks that reach outside themselves",
+    "our checkpointing, engine.compile()", "tiles, blocks", "a compiled loss", "lengths that vary",
+)  # fmt: skip
+SHORT = [each for each in AT_STAGE_3 if each[0] in NAMES]
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +66,7 @@ def eager(make: Callable[[], nn.Module]) -> dict[str, Tensor]:
     return plain(next(case for case in CASES if case.make is make and not case.varies), None)
 
 
-@pytest.mark.parametrize(("name", "backend", "graphs"), AT_STAGE_3, ids=[name for name, *_ in AT_STAGE_3])
+@pytest.mark.parametrize(("name", "backend", "graphs"), kept(AT_STAGE_3, SHORT))
 def test_a_compiled_model_trains_as_in_plain_torch(tmp_path: Path, name: str, backend: str, graphs: int) -> None:
     case, row = BY_NAME[name], Row(name, backend, 3, "nvme")
     values = train(case, config_of(case, tmp_path, 3, "nvme"), backend, row)

@@ -93,7 +93,7 @@ def plain_twin(world_size: int) -> list[dict[str, Any]]:
     return seen
 
 
-@pytest.mark.parametrize(("stage", "tier"), CASES)
+@pytest.mark.parametrize(("stage", "tier"), kept(CASES, [(1, "nvme"), (3, "cpu"), (3, "nvme")]))
 @pytest.mark.parametrize("world_size", kept([1, 2], [2]))
 def test_generate_evaluate_and_average_between_steps(
     world_size: int, stage: int, tier: str, tmp_path: Path, rank_pools: Any
