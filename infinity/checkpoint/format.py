@@ -12,15 +12,10 @@ Elements are addressed by global tensor name and range, of the whole tensor or o
 so the format does not depend on the number of ranks. docs/checkpoint_format.md is the specification for readers. This
 module and its imports need no torch.
 
-The metadata of a checkpoint as pydantic models of the JSON bodies: types, bounds, and what must agree.
-
-A checkpoint may come from an attacker, who can compute a checksum, too: nothing in it is trusted. Numbers are below
-2^63, files are plain names, every extent lies inside its file and every array inside its extent. Unknown keys are
-ignored on purpose: a change that alters the meaning of known keys raises the version.
-
-Names of a checkpoint's files, and the check that none leads out of the checkpoint's folder.
-
-Names in metadata are checked when it is parsed (`infinity.base.untrusted.plain_name`); here links are.
+A checkpoint may come from an attacker, who can compute a checksum, too: nothing in it is trusted. The JSON bodies are
+pydantic models, with types, bounds and what must agree: numbers are below 2^63, files are plain names, every extent
+lies inside its file and every array inside its extent. `inside` checks that no link leads out of the folder. Unknown
+keys are ignored on purpose: a change that alters the meaning of known keys raises the version.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ part of a tensor is read by name and range, and of what the tensor axis cuts, th
 parameters are kept in another precision, fp32 masters are made first and stored as this plan stores them. One partition
 (or sub-group) is filled at a time, so that extra memory is bounded.
 
-Matching a checkpoint's tensors with the model's; all mismatches are reported in one error.
-
-Safetensors files as a source of weights: parameters only, under their own names.
+`match` finds the model's tensors among the checkpoint's and reports all mismatches in one error. Safetensors files are
+a source, too: of parameters only, under their own names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The meaning of absent keys, which `infinity config explain` prints instead of a bare "none".
-
-Honoured keys that have no effect in combination with the other keys of the same configuration.
+"""What `infinity config explain` adds to values: the meaning of absent keys, in place of a bare "none", and which
+honoured keys have no effect beside the other keys of the same configuration.
 """
 
 from __future__ import annotations

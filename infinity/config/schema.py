@@ -3,15 +3,10 @@
 Each key is honoured, without effect or refused (see `section`). docs/configuration.md is generated from the
 modules of this package.
 
-The sections about the axes of ranks: infinity's own, and DeepSpeed's names of the same sizes.
-
-The sections about the machine: NVMe access, memory limits, fused layers, and the recorded timeline of a step.
-
-The sections about monitors, which write a run's metrics to files or services.
-
-The activation_checkpointing section: which blocks backward recomputes, and where their inputs are kept.
-
-How a configuration is read where DeepSpeed and infinity differ: infinity's way, or DeepSpeed's for its programs.
+In front of it are its sections about the axes of ranks, the machine (NVMe access, memory limits, fused layers, the
+recorded timeline of a step), monitors, activation checkpointing and checkpoints; those about ZeRO, the optimizer,
+schedules and precision are in `zero` and `training`. `Conventions` say how a configuration is read where DeepSpeed and
+infinity differ: infinity's way, or DeepSpeed's for its programs.
 """
 
 from __future__ import annotations

@@ -2,16 +2,12 @@
 
 The annotation is the one source of refusals, of the start-up report and of docs/configuration.md, so they agree.
 
-The types of configuration values, and the converters that read them from JSON.
+The types of values carry their converters from JSON: other tools write "8", "false" and 5e8 for 8, false and 500000000,
+and are understood. Each type also has a description of the values that it accepts, for error messages and for the type
+column of docs/configuration.md.
 
-Other tools write "8", "false" and 5e8 for 8, false and 500000000; the converters accept these spellings. Each type
-carries a description of the values that it accepts. Error messages and the type column of docs/configuration.md use
-that description.
-
-Size limits of a configuration, checked before any other code walks through it.
-
-An input beyond these limits is not a configuration but, for example, a wrong file, a structure that contains itself or
-an experiment's whole record.
+Before any other code walks through a configuration its size is checked: what is beyond the limits here is not one but,
+for example, a wrong file, a structure that contains itself or an experiment's whole record.
 """
 
 from __future__ import annotations

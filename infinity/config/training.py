@@ -1,6 +1,4 @@
-"""The sections about learning-rate schedules and precision.
-
-The optimizer section: one class for each type, with its hyper-parameters.
+"""The sections about precision, learning-rate schedules and the optimizer: one class for each type of the latter two.
 
 Types other than Adam use torch's names and defaults, Lion those of its paper (Chen et al. 2023, arXiv:2302.06675). A
 program passes any other optimizer with an elementwise step to `initialize(optimizer=...)`.

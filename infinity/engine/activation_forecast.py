@@ -5,19 +5,18 @@ data where memory is short) is measured there. Otherwise the first forward is: o
 memory is short, else by counting what autograd saves while it runs, which ends where that passes the limit. A batch
 with a larger tensor than all before is looked at again.
 
-Activations, measured: what a module's forward and backward need beside parameters and their gradients.
-
-Two ways. One pass on fake tensors, which have shapes and no memory: every operation runs on shapes alone, so a model of
-any size, on the meta device too, is measured in seconds on any machine. It runs on a copy of the modules, so that
-nothing that a forward writes stays behind: buffers, attributes, counters, random numbers. A storage counts from the
-operation that creates it until its last tensor is freed. Parameters, buffers and inputs do not count. Gradients of
+Activations are what a module's forward and backward need beside parameters and their gradients. There are two ways to
+measure them. One pass on fake tensors, which have shapes and no memory: every operation runs on shapes alone, so a
+model of any size, on the meta device too, is measured in seconds on any machine. It runs on a copy of the modules, so
+that nothing that a forward writes stays behind: buffers, attributes, counters, random numbers. A storage counts from
+the operation that creates it until its last tensor is freed. Parameters, buffers and inputs do not count. Gradients of
 parameters do not count either, because the plan counts them separately. Memory that a kernel allocates and frees inside
 one operation is not measured.
 
 Where a forward cannot run on shapes (routing of a mixture of experts), `LiveBytes` counts what the real one makes and
 keeps.
 
-What a training process takes beside its plan: forecast before anything is allocated.
+At the end is what a training process takes beside its plan, forecast before anything is allocated.
 """
 
 from __future__ import annotations

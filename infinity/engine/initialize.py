@@ -1,6 +1,4 @@
-"""The public verbs: `initialize`, and whole parameters outside the loop.
-
-`initialize` is the whole engine in one reading: configuration -> specification -> plan -> store -> units -> engine.
+"""`initialize`: configuration -> specification -> plan -> store -> units -> engine, the whole way in one reading.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The options of the drives' queues: from the configuration, else from a measured profile, else the defaults.
+"""What the machine's drives and memory give a run: the options of the drives' queues, and what is free on each tier.
 
-Free bytes of each tier for one rank, before the engine allocates anything.
-
-`infinity.plan.capacity.within` combines them with the configured limits; docs/memory.md states the rules.
+Options come from the configuration, else from a measured profile, else they are the defaults. What is free is asked for
+one rank before the engine allocates anything; `infinity.plan.capacity.within` combines it with the configured limits,
+by the rules of docs/memory.md.
 """
 
 from __future__ import annotations

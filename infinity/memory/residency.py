@@ -1,12 +1,9 @@
-"""Moves one partition at a time between its home and memory. Knows no leases: the store decides what may move.
+"""How one partition at a time moves between its home and memory, beneath the store, which knows leases and decides.
 
-Whoever calls a method holds `lock`; only `settle` gives it up, while it waits for a transfer.
-
-The buffers of partitions: memory of their own on an addressable tier, a piece of an arena for a tier of drives.
-
-The ledger books every buffer from `take` to `give`. The store's lock guards all methods.
-
-A lock of one process: a forked child that takes it gets an error instead of a deadlock, and no signal keeps it held.
+`Residency` moves; `Buffers` hands out what a value lies in while it is in memory: memory of its own on an addressable
+tier, a piece of an arena for a tier of drives, booked in the ledger from `take` to `give`. Whoever calls a method of
+either holds the store's lock, which only `settle` gives up, while it waits for a transfer. The lock is one process's: a
+forked child that takes it gets an error instead of a deadlock, and no signal keeps it held.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Rank 0 logs a line every `steps_per_print` optimizer steps; monitors get a row f
 averaged over the micro-steps of the step. Tokens are counted where the model is called with `input_ids`, or with a
 two-dimensional integer tensor as its first argument; otherwise samples are.
 
-The time of a step in parts that add up to the time that passed.
+The time of a step is shown in parts that add up to the time that passed:
 
     forward       the model, and what autograd records of it
     backward      the model's

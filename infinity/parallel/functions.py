@@ -9,9 +9,8 @@ A compiler leaves them out: its graphs end at a collective, whose messages and w
 The sequence is dimension 1 of [batch, sequence, ...]; of tensors with fewer dimensions, where tokens lie one behind
 the other, it is dimension 0.
 
-The loss of a causal language model whose head gives each rank of the tensor group its own words only.
-
-Nothing of the size [tokens, vocabulary] is made: from each rank's logits follow, for each token, their maximum, their
+Below them is the loss of a causal language model whose head gives each rank of the group its own words only. Nothing of
+the size [tokens, vocabulary] is made: from each rank's logits follow, for each token, their maximum, their
 sum of exponentials and the chosen logit, and one gather of these three gives the whole vocabulary's.
 """
 

@@ -3,19 +3,17 @@
 The engine and the estimator make the same `PlanInputs`, so that an estimate is the plan of the run. A setting is
 renamed once on its way, in `PlanInputs.request`.
 
-Lower bounds that the configuration does not set until a plan fits.
-
-Only bounds that change speed and never results are lowered: how much is gathered at once, read ahead, kept for its next
+Where a plan does not fit, bounds that the configuration does not set are lowered until one does: only those that change
+speed and never results, such as how much is gathered at once, read ahead, kept for its next
 use or stepped at a time. Units and tiles keep the bounds that were asked for, because gradient norms are summed unit by
 unit and their bits must not depend on the machine's memory.
 
 The bound of gathered bytes is lowered first and then raised as far as there is room. If the lowest is not enough,
 smaller sub-groups and shorter prefetches are tried step by step.
 
-Memory that a training process takes beside its plan, counted before the first step.
-
-A plan counts the bytes that the engine places. A process also has the memory from before the engine, what torch and our
-libraries add in their first steps, and activations. A plan that left them out would be killed in the first backward.
+A plan counts the bytes that the engine places. `Reserve` counts what a process takes beside them before the first step.
+A process also has the memory from before the engine, what torch and our libraries add in their first steps, and
+activations. A plan that left them out would be killed in the first backward.
 """
 
 from __future__ import annotations

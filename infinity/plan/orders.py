@@ -1,12 +1,11 @@
-"""The order in which buffers are given up when their arena is full. Every method takes constant time.
+"""Two orders that the engine and the simulator share: which buffer is given up next, and which sub-group is stepped.
 
-The store's eviction (`infinity.memory.arena`) and the arenas of the simulator go by this one class.
+`EvictionOrder` says which buffers go when their arena is full; every method takes constant time.
 
-Which sub-group a step that goes on behind the program steps next.
-
-First what is in memory or on its way there: it takes room until it is stepped. Then the rest of a unit that has begun,
-whose parameters would else be written in between, and read again. Then what the next forward needs first: gradients
-arrive in the opposite order, and the program, should it have to wait, waits for those that arrived last.
+`ReadyQueue` says which sub-group a step that goes on behind the program steps next. First what is in memory or on its
+way there: it takes room until it is stepped. Then the rest of a unit that has begun, whose parameters would else be
+written in between, and read again. Then what the next forward needs first: gradients arrive in the opposite order, and
+the program, should it have to wait, waits for those that arrived last.
 """
 
 from __future__ import annotations

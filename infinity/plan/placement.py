@@ -5,33 +5,29 @@ stage 1 also keeps GRAD whole until the boundary; stage 0 cuts nothing. Below st
 rank's PARAM partition is a view of the whole unit when the optimizer works on the device, and lives beside the
 optimizer's states otherwise, so that the split master is at hand where it is stepped.
 
-Homes may differ within one kind: see plan/auto_placement for budgets. A unit whose states lie on several tiers keeps
+Homes may differ within one kind, where budgets decide. A unit whose states lie on several tiers keeps
 one GRAD partition, in CPU memory unless all of them are on the device; and its PARAM partition, where that would lie
 beside the states, is a view of the whole unit.
 
-Which units are never released: all below stage 3; at stage 3 those that are too small to be worth a gather.
+Never released are all units below stage 3, and at stage 3 those that are too small to be worth a gather, by DeepSpeed's
+bounds `stage3_param_persistence_threshold` and `stage3_model_persistence_threshold`.
 
-The bounds are DeepSpeed's `stage3_param_persistence_threshold` and `stage3_model_persistence_threshold`.
-
-Which tier each value gets when the budgets decide: the fastest tier is filled first, then the next.
-
-A value is a PARAM partition or a sub-group's states. What it is worth on a fast tier is its traffic: the bytes of it
-that move in one step, were it on a slower one. 16-bit parameters are read by forward and by backward, and read and
-written by the step: 4 bytes for each byte stored; optimizer states are read and written once: 2. So parameters go
-before states, and of equals those nearest the input, whose step is needed first.
+Where the budgets decide which tier each value gets, the fastest tier is filled first, then the next. A value is a PARAM
+partition or a sub-group's states. What it is worth on a fast tier is its traffic: the bytes of it that move in one
+step, were it on a slower one. 16-bit parameters are read by forward and by backward, and read and written by the step:
+4 bytes for each byte stored; optimizer states are read and written once: 2. So parameters go before states, and of
+equals those nearest the input, whose step is needed first.
 
 `fill_tiers` takes the tiers one after the other. What it puts on a tier carries the greatest traffic that fits there
 (`choose`); the tier after that gets the most of the rest, and the last one takes what remains.
 
-Homes from budgets: fill the tiers with values beside what else the plan needs there.
-
-What else there is (pools, gathered units, gradients, buffers of reductions) depends on where the values are: a unit off
-the device is gathered there, states on NVMe pass through a pool in CPU memory. So the tiers are filled as if there were
-nothing else, the plan that follows is weighed, and what it holds beside its values is charged to the tiers before they
-are filled again. Charges only rise, and with them values only move outward, so that the first plan that fits is one
-with few charges. There are as many rounds as pools have steps to grow by, a handful; should there be more, the charges
-of a plan with every value on the slowest tier are taken, the most there can be. Then what the plan was charged for and
-does not need is given back, as long as a better one comes of it.
+What else a plan needs on a tier (pools, gathered units, gradients, buffers of reductions) depends on where the values
+are: a unit off the device is gathered there, states on NVMe pass through a pool in CPU memory. So the tiers are filled
+as if there were nothing else, the plan that follows is weighed, and what it holds beside its values is charged to the
+tiers before they are filled again. Charges only rise, and with them values only move outward, so that the first plan
+that fits is one with few charges. There are as many rounds as pools have steps to grow by, a handful; should there be
+more, the charges of a plan with every value on the slowest tier are taken, the most there can be. Then what the plan
+was charged for and does not need is given back, as long as a better one comes of it.
 
 [Note: what is optimal] The traffic that the GPU tier carries, and with as much there, that of the CPU tier. For the
 room that is left beside charges `fill_tiers` finds the best division, and of more values than `CORE_COUNT` one that is

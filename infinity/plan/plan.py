@@ -4,14 +4,12 @@
 the estimator prints it, tests compare it. All sizes are this rank's; ranks differ in the content of their partitions
 only.
 
-How a plan is executed: the choices of the run that are not bytes, homes or order.
+The choices of a run that are not bytes, homes or order are its `ExecutionPolicy`, which `make_policy` alone derives.
+The engine, the simulator and the estimator read it from the plan, so that what is predicted is what runs, and ranks
+that compare plans compare it too.
 
-`make_policy` is the only place that derives them. The engine, the simulator, the phases and the estimator read them
-from the plan, so that what is predicted is what runs, and ranks that compare plans compare them too.
-
-The parameters of a whole model, which every rank knows alike, whatever it has of the model itself.
-
-Numbers of units and of their parameters in the whole model, for what ranks of different stages tell each other.
+`model_params` and the numbers of units are of the whole model, which every rank knows alike, whatever it has of it:
+ranks of different stages tell each other by them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each unit is summed in a fixed tree, so that the bits of a sum depend on neither placement nor threads nor on when a
 unit was measured.
 
-Clipping by the global gradient norm, folded into the factor that the optimizer multiplies gradients with.
+Clipping by the global norm is folded into the factor that the optimizer multiplies gradients with.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The step of one sub-group: lease its partitions, cut them where hyper-parameters change, apply the update rule.
-
-One pass over sub-groups: step those that are ready, fetch the next, flush what no later sub-group needs.
+"""The step of sub-groups. `SubGroupUpdater` does one: lease its partitions, cut them where hyper-parameters change,
+apply the update rule. `StepPass` goes over all: step those that are ready, fetch the next, flush what no later one
+needs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Whole parameters outside the training loop: `read`, `modify`, and what `infinity.zero.states` builds on.
 
-Both are collective, because a gather is: every rank must enter with the same parameters.
-
-Whole parameters before an engine has them: `read` and `modify` of what `infinity.Init` built, and of ordinary ones.
-
-Both are collective. [Note: slices] in `deferred_init` says what ranks keep after such a block.
-
-What autograd saves of parameters that a program uses itself, inside `with infinity.read(...)`.
+Both are collective, because a gather is: every rank must enter with the same parameters. They take parameters of
+engines, those that `infinity.Init` has built and no engine has yet ([Note: slices] in `deferred_init` says what ranks
+keep of these after a block), and ordinary ones.
 
 [Note: saved weights] Hooks on a module call's outputs gather its units again before its backward. A program's own
 computation has no hooks, so the weights that autograd saves of it are wrapped. When backward unpacks the first wrapper
@@ -15,10 +11,9 @@ of a unit, the unit is gathered until that backward ends.
 The wrapper holds the saved tensor, a view of the unit's full buffer, whose address stays the same while its bytes come
 and go. Weights that a module call uses of its own units are not wrapped.
 
-Whole values in CPU memory of what the ranks of an axis have: partitions over data, shards over the tensor axis, and
-parameters over the pipeline axis.
-
-They travel in pieces of bounded size, so that beside a whole tensor no rank holds more than a piece.
+Whole values in CPU memory are put together from what the ranks of an axis have: partitions over data, shards over the
+tensor axis, parameters over the pipeline axis. They travel in pieces of bounded size, so that beside a whole tensor no
+rank holds more than a piece.
 """
 
 from __future__ import annotations

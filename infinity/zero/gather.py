@@ -1,8 +1,8 @@
-"""The device memory of gathered units: which units are gathered and in use, and what their bytes add up to.
+"""Gathering: which units are gathered and in use, and what is fetched ahead of each use.
 
-`UnitMemory` decides which released units retain their bytes for the next gathers. It keeps the totals: no gather
-scans all units. This module carries the decisions out: a unit that gives up its bytes leaves their pages as spare pages
-to other units.
+`GatheredMemory` has the device memory of gathered units. `UnitMemory` decides which released units retain their bytes
+for the next gathers. It keeps the totals: no gather scans all units. This module carries the decisions out: a unit that
+gives up its bytes leaves their pages as spare pages to other units.
 
 [Note: refresh] A unit that is whole for good has to follow its partition after a step. Where the states lie on the
 device, the device does both in order. Elsewhere the step takes its time, so each unit follows as soon as its own
@@ -10,15 +10,13 @@ sub-groups are stepped, while others still are. If that needs other ranks, `step
 order on all ranks. If it does not, `step()` returns before: the unit looks partitioned until its next use, a module's
 or the program's own, which waits for this unit's step only and begins to bring those that are stepped by then.
 
-The prefetcher: walks the plan's fetch schedule as units are used, and submits what it has ahead of each use.
-
-A cursor follows the schedule. When the model does something else (a conditional layer, evaluation in between, a module
+`Prefetcher` walks the plan's fetch schedule as units are used, and submits what it has ahead of each use. A cursor
+follows the schedule. When the model does something else (a conditional layer, evaluation in between, a module
 called twice), the cursor finds its place again or the unit is fetched on demand, and at the end of the pass the plan
 makes a schedule of what really happened. Schedules are remembered by trace: alternating between traces costs nothing.
 
-Measurements for the fetch schedule: seconds of computation between the uses of units, and transfer rates.
-
-One training pass is measured after the first ones have warmed everything up, by the device's own clock.
+What the schedule is made of (seconds of computation between the uses of units, transfer rates) is measured in one
+training pass, after the first ones have warmed everything up, by the device's own clock.
 """
 
 from __future__ import annotations

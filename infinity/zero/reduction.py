@@ -1,7 +1,5 @@
 """The sum of a unit's gradients over ranks, and the memory on the device that sums work in, one after the other.
 
-The order in which the ranks reduce the units' gradients of one backward.
-
 With several ranks the reductions of one backward run in one fixed order, so that every rank starts the same collective
 whatever its own graph looked like. It is the plan's order reversed at first; after the first backward it is the order
 in which rank 0's units really finished.

@@ -1,16 +1,14 @@
 """A file of `torch.save`, read without torch's unpickler: its value, and any range of its tensors' elements.
 
-The file is a zip archive of uncompressed records: `data.pkl`, and one record for each storage.
-A tensor is its place in the file; its elements are read when they are asked for, straight into the caller's memory. The
-archive has a CRC-32 of each record: that of the pickle is compared at once, those of storages by `verify`.
+The file is a zip archive of uncompressed records: `data.pkl`, and one record for each storage. A tensor is its place in
+the file; its elements are read when they are asked for, straight into the caller's memory. The archive has a CRC-32 of
+each record: that of the pickle is compared at once, those of storages by `verify`.
 
-Reading a pickle that an attacker may have written.
-
-`pickletools` decodes one instruction after the other, and this module carries out those that data needs, on plain
-values. A name in the pickle is looked up in `_CALLS` and `_VALUES`, and nothing is imported: each name there stands for
-a function of this module that makes a plain value, or for a value. A name of a program's own (`_is_foreign`) becomes an
-`Unloaded`, which holds what the pickle would have given to it. Any other name, and any other instruction, is an error
-that names it.
+The pickle may be an attacker's. `pickletools` decodes one instruction after the other, and this module carries out
+those that data needs, on plain values. A name in the pickle is looked up in `_CALLS` and `_VALUES`, and nothing is
+imported: each name there stands for a function of this module that makes a plain value, or for a value. A name of a
+program's own (`_is_foreign`) becomes an `Unloaded`, which holds what the pickle would have given to it. Any other name,
+and any other instruction, is an error that names it.
 """
 
 from __future__ import annotations
