@@ -221,12 +221,12 @@ def test_fma_rounds_once() -> None:
     c[:8_000] = -(a * b)[:8_000] * (1 + torch.randn(8_000, generator=generator) * 1e-7)
     a[-2:], b[-2:], c[-2:] = 1 + 2.0**-12, 1 - 2.0**-12, torch.tensor([2.0**-60, -(2.0**-60)])
     result = reference.fma(a, b, c)
-    for x, y, z, got in zip(a.tolist(), b.tolist(), c.tolist(), result.tolist(), strict=True):
+    around = (torch.nextafter(result, torch.full_like(result, end)) for end in (-torch.inf, torch.inf))
+    for x, y, z, got, *others in zip(*(each.tolist() for each in (a, b, c, result, *around)), strict=True):
         if not all(abs(value) < 1e18 for value in (x, y, z)):
             continue
         exact = Fraction(x) * Fraction(y) + Fraction(z)
-        around = torch.nextafter(torch.tensor([got, got]), torch.tensor([-torch.inf, torch.inf])).tolist()
-        assert all(abs(exact - Fraction(got)) <= abs(exact - Fraction(other)) for other in around)
+        assert all(abs(exact - Fraction(got)) <= abs(exact - Fraction(other)) for other in others)
 
 
 def test_accumulate_adds_in_fp32() -> None:
