@@ -187,7 +187,8 @@ MODULES: dict[str, Names] = {
     },
     "runtime.engine": {"DeepSpeedEngine": Engine, **_no(_INTERNAL, "_checkpoint_parallel_metadata")},
     "runtime.lr_schedules": {
-        **schedules.CONSTANTS, **_of(schedules, *schedules.CURVES, "VALID_LR_SCHEDULES"),
+        **schedules.CONSTANTS,
+        **_of(schedules, *schedules.VALID_LR_SCHEDULES, "VALID_LR_SCHEDULES"),
     },
     "runtime.pipe": {**_PIPE, "ProcessTopology": topology.ProcessTopology},
     "runtime.pipe.engine": {"DeepSpeedEngine": Engine, "PipelineEngine": PipelineEngine},

@@ -7,15 +7,17 @@ from typing import Any
 from infinity.errors import ConfigError
 from infinity.optim.lr import LRScheduler, curve_of
 
-CURVES = tuple(LRScheduler.curves)
-VALID_LR_SCHEDULES = [*CURVES]
+# Those of DeepSpeed; a configuration may name further ones.
+_CURVES = {
+    "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR",
+    "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR",
+}  # fmt: skip
+VALID_LR_SCHEDULES = [*_CURVES.values()]
 # DeepSpeed's constants: LR_RANGE_TEST is a schedule, WARMUP_MIN_LR a key of one, WARMUP_LOG_RATE a value.
 CONSTANTS = {
-    "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR",
-    "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR", "WARMUP_LOG_RATE": "log",
-    "WARMUP_LINEAR_RATE": "linear",
-    **{key.upper(): key for curve in LRScheduler.curves.values() for key in curve.model_fields},
-}  # fmt: skip
+    **_CURVES, "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear",
+    **{key.upper(): key for name in VALID_LR_SCHEDULES for key in LRScheduler.curves[name].model_fields},
+}
 
 
 class _Schedule(LRScheduler):
