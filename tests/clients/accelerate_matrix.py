@@ -19,10 +19,12 @@ RESULT = ROOT / "benchmarks" / "results" / "clients_accelerate.json"
 # Losses and norms equal to 4 digits behind the decimal point.
 DIGITS = 5e-5
 Row = dict[str, Any]
+# A name, the plain run, the runs that have to equal it.
+Group = tuple[str, Row, list[Row]]
 
 
-def groups() -> list[tuple[str, Row, list[Row]]]:
-    """Return (name, the plain run, the runs that have to equal it)."""
+def groups() -> list[Group]:
+    """Return all of them."""
     placed: list[Row] = [
         {"stage": 0}, {"stage": 1, "offload": "cpu"}, {"stage": 2}, {"stage": 2, "offload": "nvme"}, {"stage": 3},
         {"stage": 3, "offload": "cpu"}, {"stage": 3, "offload": "nvme"},
@@ -48,11 +50,19 @@ def difference(plain: Row, run: Row) -> float:
     return max(abs(first - second) for first, second in pairs)
 
 
-def measure(ranks: int, listed: list[tuple[str, Row, list[Row]]]) -> list[Row]:
-    """Run groups with `ranks` ranks; a group's largest difference, and its runs that are not right."""
-    cells = [cell for _, plain, runs in listed for cell in (plain, *runs)]
-    found = iter(run_client("tests.clients.accelerate_cells", ranks, json.dumps(cells), timeout=3000))
-    rows = []
+def measure(ranks: int, listed: list[Group]) -> list[Row]:
+    """Run groups with `ranks` ranks."""
+    cells = json.dumps(cells_of(listed))
+    return judged(ranks, listed, run_client("tests.clients.accelerate_cells", ranks, cells, timeout=3000))
+
+
+def cells_of(listed: list[Group]) -> list[Row]:
+    return [cell for _, plain, runs in listed for cell in (plain, *runs)]
+
+
+def judged(ranks: int, listed: list[Group], replies: list[Row]) -> list[Row]:
+    """Return each group's largest difference, and its runs that are not right."""
+    found, rows = iter(replies), []
     for name, _, runs in listed:
         plain = next(found)
         apart = [(run, reply, difference(plain, reply)) for run, reply in ((run, next(found)) for run in runs)]

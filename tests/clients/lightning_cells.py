@@ -26,8 +26,11 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
+from tests.support.clients_without_cuda import install_lightning
+
 WIDTH = 32
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+install_lightning()
 
 
 @dataclass

@@ -1,7 +1,11 @@
-"""Start a client's script in real processes under `infinity run --as-deepspeed`; read the lines of JSON it prints."""
+"""Start a client's script in real processes under `infinity run --as-deepspeed`; read the lines of JSON it prints.
+
+`python -m tests.clients.run CELLS` is such a script: CELLS has lists of cells by the name of their module here.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -38,3 +42,15 @@ def _run(command: list[str], ranks: int, folder: str, timeout: float) -> list[di
     found = [json.loads(line) for line in reply.stdout.splitlines() if line.startswith('{"')]
     assert reply.returncode == 0, f"{reply.stdout[-2000:]}\n{reply.stderr[-6000:]}"
     return found
+
+
+def run_together(ranks: int, cells: dict[str, list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Return what the cells of several modules give, a list a module, in one start of the ranks."""
+    found = iter(run_client("tests.clients.run", ranks, json.dumps(cells)))
+    return [[next(found) for _ in each] for each in cells.values()]
+
+
+if __name__ == "__main__":
+    for _name, _cells in json.loads(sys.argv[1]).items():
+        sys.argv[1] = json.dumps(_cells)
+        importlib.import_module(f"tests.clients.{_name}").main()

@@ -1,4 +1,4 @@
-"""A loop written with accelerate, unchanged: the cut of tests.clients.accelerate_matrix that the suite keeps."""
+"""Loops written with accelerate, unchanged: a cut of tests.clients.accelerate_matrix beside test_clients.py's."""
 
 from __future__ import annotations
 
@@ -12,18 +12,6 @@ from tests.clients.accelerate_matrix import measure
 from tests.clients.run import ROOT
 
 SHORT = {"accumulation": 4, "rows": 22}
-
-
-@pytest.mark.timeout(400)
-def test_a_loop_equals_ddp_and_goes_on_from_a_saved_state():
-    rows = measure(2, [
-        ("short last step", SHORT, [{**SHORT, "stage": 3, "offload": "nvme"}]),
-        ("saves", {"saves": True}, [{"saves": True, "stage": 3, "offload": "cpu"}]),
-        ("tensor axis", {}, [{"tensor": 2, "plugin": True, "stage": 1}]),
-    ])  # fmt: skip
-    refused = rows[-1]["wrong"].pop()
-    assert [row["wrong"] for row in rows] == [[], [], []]
-    assert "ParallelismConfig(tp_size=2) is for models of DTensors" in refused["error"]
 
 
 @pytest.mark.matrix

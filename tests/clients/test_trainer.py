@@ -1,4 +1,4 @@
-"""transformers' Trainer, unchanged, on the engine: the cut of tests.clients.trainer_matrix that the suite keeps."""
+"""transformers' Trainer, unchanged, on the engine: a cut of tests.clients.trainer_matrix beside test_clients.py's."""
 
 from __future__ import annotations
 
@@ -22,27 +22,6 @@ NVME = {"stage": 3, "offload": "nvme"}
 def run(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each cell gives on two ranks."""
     return run_client("tests.clients.trainer_cells", 2, json.dumps(cells), timeout=500)
-
-
-@pytest.mark.timeout(600)
-def test_trainer_equals_ddp_saves_and_resumes(tmp_path):
-    folder = str(tmp_path / "saved")
-    cells = [
-        {"arguments": SAVES, "acts": ALL},
-        {**NVME, "arguments": SAVES, "acts": ALL, "folder": folder},
-        {**NVME, "arguments": SAVES, "acts": ALL, "folder": folder, "resume": "checkpoint-3"},
-        {"arguments": {"optim": "rmsprop"}},
-        {"stage": 2, "offload": "cpu", "arguments": {"optim": "rmsprop"}},
-        {"stage": 2, "offload": "cpu", "arguments": {"optim": "adafactor"}},
-    ]  # fmt: skip
-    *found, refused = run(cells)
-    assert [row.get("error") for row in found] == [None] * len(found)
-    plain, trained, resumed, plain_rmsprop, rmsprop = found
-    assert difference(plain, trained, resumed=False) < DIGITS
-    assert difference(trained, resumed, resumed=True) == 0.0
-    # accelerate would have DeepSpeed's Adam step where states are offloaded.
-    assert difference(plain_rmsprop, rmsprop, resumed=False) < DIGITS
-    assert "ConfigError: optimizer Adafactor is not elementwise" in refused["error"]
 
 
 @pytest.mark.matrix

@@ -15,7 +15,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.clients.run import ROOT, run_client
-from tests.support.cells import kept
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -63,10 +62,10 @@ def assert_alike(found: dict[str, Any], plain: dict[str, Any]) -> None:
         assert found["merged_in_place"] == pytest.approx(plain["merged_in_place"], rel=1e-4)
 
 
-@pytest.mark.parametrize("count", kept([1, 3], [1]))
-def test_trainers_on_every_tier_give_plain_trls_losses_and_files(count):
-    found = run("trl_cells", PLAIN[:count] + OFFLOADED[:count], ranks=1)
-    for mine, plain in zip(found[count:], found, strict=False):
+@pytest.mark.matrix
+def test_trainers_on_every_tier_give_plain_trls_losses_and_files():
+    found = run("trl_cells", PLAIN + OFFLOADED, ranks=1)
+    for mine, plain in zip(found[len(PLAIN) :], found, strict=False):
         assert_alike(mine, plain)
 
 

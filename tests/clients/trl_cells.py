@@ -283,7 +283,7 @@ def main() -> None:
     shared = os.environ.get("CELLS_FOLDER")
     base = Path(shared or tempfile.gettempdir()) / f"cells-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
     rank = int(os.environ.get("RANK", 0))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         # Before the trainers do it: rank 0 writes the model for all.
         dist.init_process_group("gloo")
     cells = json.loads(sys.argv[1])

@@ -2,8 +2,9 @@
 
     python -m tests.support.clients_without_cuda script.py [its arguments]
 
-runs a script that nobody changed behind these replacements; `-m` before the script names a module instead. Nothing else
-of the clients is patched in the tests; infinity itself wraps two of their methods (integrations/deepspeed/clients.py).
+runs a script that nobody changed behind these replacements; `-m` before the script names a module instead. A program
+of Lightning calls `install_lightning`. Nothing else of the clients is patched in the tests; infinity itself wraps two
+of their methods (integrations/deepspeed/clients.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ def install() -> None:
     """Replace these places."""
     _accelerate()
     _transformers()
-    _lightning()
 
 
 def _accelerate() -> None:
@@ -43,8 +43,8 @@ def _transformers() -> None:
         module.is_torch_bf16_gpu_available = lambda: True
 
 
-def _lightning() -> None:
-    # Its strategy refuses every other accelerator in a method of its own, and devices without an index in a function.
+def install_lightning() -> None:
+    """Its strategy refuses other accelerators in a method of its own, and devices without an index in a function."""
     from lightning.pytorch.strategies import ddp, deepspeed
 
     deepspeed.DeepSpeedStrategy.setup_environment = ddp.DDPStrategy.setup_environment
