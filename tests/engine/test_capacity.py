@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from infinity.config.zero import ZeroOptimization
 from infinity.errors import CapacityError
 from infinity.plan.inputs import KEYS
 from tests.support.oracle import Case, join, settings, swap_files, train
+from tests.support.spawn import run_ranks
 
 
 def chosen(config: dict[str, Any]) -> dict[str, Any]:
@@ -175,26 +177,19 @@ def test_every_rank_refuses(rank_pools, tmp_path):
     assert replies[0][1] == replies[1][1]
 
 
+def refused_at_once(rank: int, world: int, folder: str) -> tuple[float, int, str]:
+    """Seconds of the processor and kB that a refusal takes, and what it says."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(100)))
+    for layer in model:
+        layer.weight = torch.nn.Parameter(torch.zeros(1).expand(10_000, 10_000))
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    config = settings(folder, param="nvme", optimizer="nvme", memory={"nvme": {"max_bytes": "1GB"}})
+    message = refused(config, model)
+    return time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, message
+
+
 def test_the_refusal_comes_in_seconds_and_takes_no_memory(tmp_path):
     """120 GB of parameters and states on a drive of 1 GB: said at once, without touching the model's weights."""
-    code = """
-import sys, time, resource, torch, infinity.engine.initialize
-from infinity.errors import CapacityError
-from tests.support.oracle import settings
-model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(100)))
-for layer in model:
-    layer.weight = torch.nn.Parameter(torch.zeros(1).expand(10_000, 10_000))
-before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-try:
-    infinity.initialize(model=model, config=settings(sys.argv[1], param="nvme", optimizer="nvme",
-        memory={"nvme": {"max_bytes": "1GB"}}))
-except CapacityError as error:
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(time.process_time() - began < 5, grown < 50_000, "120 GB" in str(error), "1.00 GB" in str(error))
-"""
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", code, str(tmp_path / "swap")]
-    reply = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert reply.stdout.split() == ["True"] * 4, reply
+    ((seconds, grown, message),) = run_ranks(refused_at_once, 1, str(tmp_path / "swap"))
+    assert seconds < 5 and grown < 50_000 and "120 GB" in message and "1.00 GB" in message
     assert not (tmp_path / "swap").exists()

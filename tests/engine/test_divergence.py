@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from infinity.distributed.groups import ProcessGroups, detect
 from infinity.errors import DesyncError
 from tests.engine.divergence_process import train
 from tests.support.cells import kept
+from tests.support.forked import in_child
+from tests.support.spawn import run_ranks
 
 ROOT = Path(__file__).parents[2]
 # What "within seconds" is for a true mismatch, which no watchdog has to find; and beyond `watchdog_seconds` for a rank
@@ -137,9 +140,24 @@ def test_a_rank_that_has_closed_its_engine_is_named(rank_pools, smallest):
     assert other[0] == "DesyncError" and "rank 1 has closed its engine" in other[1]
 
 
+def told_of_a_killed_one(rank: int, world: int, smallest: int) -> tuple[str, float]:
+    """What rank 0 is told when the process of rank 1 is killed, and after how long."""
+    if rank == 0:
+        _, text, seconds = diverge(rank, world, "killed", LONG, 3, smallest)
+        return text, seconds
+    with pytest.raises(AssertionError, match=f"ended with -{signal.SIGKILL.value}"):
+        in_child(lambda: diverge(rank, world, "killed", LONG, 3, smallest), seconds=60)
+    return "", 0.0
+
+
 @WAYS
-@pytest.mark.parametrize(("case", "words"), [("killed", "no sign of life"), ("user raises", "the data of rank 1 are")])
-def test_a_process_that_ends_takes_the_others_with_it(case, words, smallest):
+def test_a_process_that_is_killed_takes_the_others_with_it(smallest):
+    text, seconds = run_ranks(told_of_a_killed_one, 2, smallest)[0]
+    assert "rank 1 gives no sign of life" in text and seconds < MISMATCH_SECONDS + 2.0, (text, seconds)
+
+
+@WAYS
+def test_a_program_that_ends_takes_the_others_with_it(smallest):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -149,7 +167,7 @@ def test_a_process_that_ends_takes_the_others_with_it(case, words, smallest):
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT,
         }  # fmt: skip
-        command = [sys.executable, "-m", "tests.engine.divergence_process", case, str(LONG), str(smallest)]
+        command = [sys.executable, "-m", "tests.engine.divergence_process", "user raises", str(LONG), str(smallest)]
         ranks.append(
             subprocess.Popen(
                 command, env={**os.environ, **{name: str(value) for name, value in environment.items()}},
@@ -166,7 +184,7 @@ def test_a_process_that_ends_takes_the_others_with_it(case, words, smallest):
             process.communicate()
     assert ranks[0].returncode == 1
     assert ended - float(out.split()[0]) < MISMATCH_SECONDS + 2.0
-    assert "DesyncError" in errors and words in errors and "rank 1" in errors, errors
+    assert "DesyncError" in errors and "the data of rank 1 are" in errors and "rank 1" in errors, errors
 
 
 def take_part(rank: int, world: int, kinds: Sequence[str], numels: Sequence[int], smallest: int) -> str:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +20,11 @@ from infinity.memory.tiers.nvme import NvmeTier
 from infinity.plan.capacity import Capacity
 from infinity.zero import deferred_init
 from infinity.zero.parameter import is_released
-from tests.support.cells import kept
-from tests.support.models import token_batch
+from tests.support.cells import covered, kept
+from tests.support.models import TinyLlama, token_batch
 from tests.support.oracle import Case, join, settings
-from tests.support.spawn import RankPool
+from tests.support.private_memory import own_nbytes
+from tests.support.spawn import RankPool, run_ranks
 
 HOMES = [(0, "gpu", "gpu"), (2, "gpu", "cpu"), (3, "gpu", "gpu"), (3, "cpu", "cpu"), (3, "nvme", "nvme")]
 TILED = {"stage3_max_live_parameters": 400, "tile_parameters": 200}
@@ -60,9 +58,7 @@ def assert_ordinary(model: nn.Module, ids: list[int]) -> None:
     assert model.head.weight is model.embedding.weight and not model.fixed.weight.requires_grad
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("second", HOMES)
-@pytest.mark.parametrize("first", HOMES)
+@pytest.mark.parametrize(*covered(first=HOMES, second=HOMES, dtype=("fp32", "bf16", "fp16")))
 def test_a_model_goes_from_engine_to_engine(
     first: tuple[int, str, str], second: tuple[int, str, str], dtype: str, tmp_path: Path
 ) -> None:
@@ -232,68 +228,42 @@ def test_every_rank_has_the_weights(spooled: bool, tmp_path: Path, rank_pools: d
     assert os.listdir(tmp_path) == []
 
 
-GROWTH = """
-import gc, sys
-import psutil, torch
-from infinity.engine import handover
-from infinity.memory.tiers.pinned import trim
-from infinity.plan.capacity import Capacity
-from tests.engine.test_handover import engine_of, step
-from tests.support.models import TinyLlama
-from tests.support.oracle import Case
-import tests.engine.test_handover as these
-
-torch.set_num_threads(1)
-def resident():
-    gc.collect(); trim()
-    return psutil.Process().memory_full_info().uss
-Case.groups = lambda self, model: [{"params": list(model.parameters())}]
-home = (3, *sys.argv[2:4])
-spooled = sys.argv[4] == "spool"
-for dim in (64, 512, 512):
-    before = resident()
-    model = TinyLlama(dim=dim, layers=8, hidden=dim * 11 // 4)
-    engine = engine_of(model, sys.argv[1], home, dtype="bf16")
-    step(engine)
-    if spooled:
-        handover.free_for_rank = lambda **_: Capacity(process=0)
-        these.deferred_init.WINDOW_NBYTES = 4 << 20
-    engine.destroy()
-    del engine
-    held = sum(param.nbytes for param in model.parameters())
-    print(dim, resident() - before, held)
-    if spooled:
-        # The second engine takes them from the drive.
-        engine = engine_of(model, sys.argv[1], home, dtype="bf16")
-        engine.close()
+def growth(rank: int, world: int, folder: str, home: str, spooled: bool) -> tuple[int, int]:
+    """Bytes by which this process grows with a model that its engine has left, and those of the weights it holds."""
+    torch.set_num_threads(1)
+    for dim in (64, 512):
+        # The first engine loads what a process loads once.
+        before = own_nbytes()
+        model = TinyLlama(dim=dim, layers=8, hidden=dim * 11 // 4)
+        config = settings(folder, param=home, optimizer=home, dtype="bf16")
+        engine, *_ = infinity.initialize(model=model, config=config)
+        step(engine)
+        with pytest.MonkeyPatch.context() as patch:
+            if spooled:
+                little_room(patch)
+                patch.setattr(deferred_init, "WINDOW_NBYTES", 4 << 20)
+            engine.destroy()
         del engine
-    del model
-"""
-
-
-@pytest.fixture
-def growth(tmp_path: Path) -> Iterator[Any]:
-    def run(*arguments: str) -> tuple[int, int]:
-        command = [sys.executable, "-c", GROWTH, str(tmp_path), *arguments]
-        reply = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-        assert reply.returncode == 0, reply.stderr
-        _, grown, held = map(int, reply.stdout.split()[-3:])
-        return grown, held
-
-    yield run
-    assert os.listdir(tmp_path) == []
+        found = own_nbytes() - before, sum(param.nbytes for param in model.parameters())
+        if spooled:
+            # The second engine takes them from the drive.
+            infinity.initialize(model=model, config=config)[0].close()
+        del model
+    return found
 
 
 @pytest.mark.parametrize("home", kept(["gpu", "cpu", "nvme"], ["nvme"]))
-def test_the_process_keeps_the_weights_and_nothing_else(home: str, growth: Any) -> None:
-    grown, held = growth(home, home, "memory")
+def test_the_process_keeps_the_weights_and_nothing_else(home: str, tmp_path: Path) -> None:
+    ((grown, held),) = run_ranks(growth, 1, str(tmp_path), home, False)
     assert held > 50e6 and held - 4e6 <= grown <= 1.05 * held + 8e6
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.matrix
-def test_a_spool_keeps_them_out_of_memory(growth: Any) -> None:
-    grown, held = growth("nvme", "nvme", "spool")
+def test_a_spool_keeps_them_out_of_memory(tmp_path: Path) -> None:
+    ((grown, held),) = run_ranks(growth, 1, str(tmp_path), "nvme", True)
     assert grown < 0.25 * held
+    assert os.listdir(tmp_path) == []
 
 
 # Programs that close no engine: Lightning's second one validates what the first has trained.

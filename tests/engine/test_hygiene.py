@@ -20,6 +20,7 @@ from infinity.zero.materialize import Materializer
 from tests.support.cells import kept
 from tests.support.models import token_batch
 from tests.support.oracle import CLIP, Case, Result, collect, join, settings, swap_files, train
+from tests.support.spawn import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,42 +203,18 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(tmp_path):
     assert swap_files(tmp_path) == []
 
 
-TRAIN_AND_TELL = """
-import sys
-from tests.support.oracle import Case, settings, train
-print("ready", flush=True)
-sys.stdin.readline()
-print(train(Case(), settings(sys.argv[1], param="nvme", optimizer="nvme"), steps=30).digest)
-"""
+def job(rank: int, world: int, folder: str) -> str:
+    """Train as a program of one rank of its own."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    torch.set_num_threads(1)
+    return train(Case(), settings(folder, param="nvme", optimizer="nvme"), steps=20).digest
 
 
 @pytest.mark.slow
 def test_two_jobs_on_one_folder_do_not_disturb_each_other(tmp_path):
     """They start at the same time."""
-    alone = train(Case(), settings(tmp_path, param="nvme", optimizer="nvme"), steps=30).digest
-    jobs = [background(TRAIN_AND_TELL, str(tmp_path)) for _ in range(2)]
-    try:
-        for job in jobs:
-            assert job.stdout is not None
-            assert job.stdout.readline() == "ready\n"
-        replies = together(jobs)
-    finally:
-        for job in jobs:
-            job.kill()
-            with job:
-                # Waits, and closes the pipes.
-                pass
-    assert replies == [alone, alone]
+    assert run_ranks(job, 2, str(tmp_path)) == [job(0, 1, str(tmp_path))] * 2
     assert swap_files(tmp_path) == []
-
-
-def together(jobs: list[subprocess.Popen[str]]) -> list[str]:
-    """Let all of them begin, then take their answers."""
-    for job in jobs:
-        assert job.stdin is not None
-        job.stdin.write("go\n")
-        job.stdin.flush()
-    return [job.communicate(timeout=60)[0].strip() for job in jobs]
 
 
 DROPPED = """

@@ -18,6 +18,7 @@ from infinity.optim import torch_rule
 from infinity.optim.torch_rule import TorchRule
 from infinity.optim.update_rules import LionOptimizer, native_rule_of
 from infinity.plan.types import Kind
+from tests.support.cells import kept
 from tests.support.models import token_batch
 from tests.support.oracle import SmallModel, join, settings
 
@@ -124,6 +125,10 @@ CASES: dict[str, tuple[Make, dict[str, Any] | None]] = {
 }  # fmt: skip
 
 
+# A native rule, one that torch steps, a program's own.
+FEW = ["Lion", "RMSprop", "one's own"]
+
+
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     trained = [param for param in model.parameters() if param.requires_grad]
     vectors = [param for param in trained if param.ndim <= 1]
@@ -193,9 +198,10 @@ def test_on_nvme_in_small_sub_groups_it_is_torch_in_memory(name: str, tmp_path: 
     assert len(whole) == moments, whole
 
 
-def test_two_ranks_on_nvme_are_torch_over_all_their_data(rank_pools: Any, tmp_path: Path) -> None:
-    found = rank_pools[2].run(ranks_on_nvme, str(tmp_path), list(CASES), timeout=100)
-    assert max(max(row) for row in found) <= 1e-6, dict(zip(CASES, zip(*found, strict=True), strict=True))
+@pytest.mark.parametrize("names", kept([[*CASES], FEW], [FEW]), ids=len)
+def test_two_ranks_on_nvme_are_torch_over_all_their_data(rank_pools: Any, names: list[str], tmp_path: Path) -> None:
+    found = rank_pools[2].run(ranks_on_nvme, str(tmp_path), names, timeout=100)
+    assert max(max(row) for row in found) <= 1e-6, dict(zip(names, zip(*found, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", ["Lion", "Adagrad", "SGD", "NAdam", "one's own"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from infinity.plan.types import Kind, Tier
 from tests.support.cells import kept
 from tests.support.models import TinyLlama, token_batch
 from tests.support.oracle import Case, join, settings, train
-from tests.support.spawn import RankPool
+from tests.support.private_memory import own_nbytes
+from tests.support.spawn import RankPool, run_ranks
 from tests.zero.test_transformers import config_of
 
 HOMES = [(0, "gpu"), (1, "gpu"), (2, "cpu"), (2, "nvme"), (3, "gpu"), (3, "cpu"), (3, "nvme")]
@@ -232,38 +231,23 @@ def test_it_takes_the_bytes_of_its_weights(home: str, tmp_path: Path) -> None:
             assert now[Tier.NVME, Kind.PARAM] > 0.95 * 2 * numel
 
 
-GROWTH = """
-import gc, sys
-from pathlib import Path
-import psutil, torch
-from tests.engine.test_without_optimizer import large
-from infinity.memory.tiers.pinned import trim
-from tests.support.models import token_batch
-
-torch.set_num_threads(1)
-def resident():
-    gc.collect(); trim()
-    info = psutil.Process().memory_full_info()
-    return info.uss
-folder = Path(sys.argv[1])
-for last in (False, True):
-    # The first engine loads what a process loads once.
-    before = resident()
-    with large(folder, sys.argv[2]) as engine, torch.no_grad():
-        engine.eval()
-        for _ in range(2):
-            engine(**token_batch(0, 0, positions=8))
-        if last:
-            print(resident() - before, sum(param.numel() for param in engine.module.parameters()))
-"""
+def grown(rank: int, world: int, folder: str, home: str) -> tuple[int, int]:
+    """Bytes by which this process grows with an engine that has run its model, and the model's parameters."""
+    torch.set_num_threads(1)
+    for _ in range(2):
+        # The first engine loads what a process loads once.
+        before = own_nbytes()
+        with large(Path(folder), home) as engine, torch.no_grad():
+            engine.eval()
+            for _ in range(2):
+                engine(**token_batch(0, 0, positions=8))
+            found = own_nbytes() - before, sum(param.numel() for param in engine.module.parameters())
+    return found
 
 
 @pytest.mark.parametrize("home", kept(["gpu", "cpu", "nvme"], ["nvme"]))
 def test_the_process_grows_by_the_weights(home: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", GROWTH, str(tmp_path), home]
-    reply = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert reply.returncode == 0, reply.stderr
-    growth, numel = map(int, reply.stdout.split()[-2:])
+    ((growth, numel),) = run_ranks(grown, 1, str(tmp_path), home)
     on_drive = home == "nvme"
     # Beside the weights lie what is gathered at a time, and on NVMe the pool.
     assert growth <= (0 if on_drive else SHARE_MAX * 2 * numel) + 24e6

@@ -15,28 +15,31 @@ from infinity.errors import ConfigError, StateError
 from infinity.plan.prefetch import FetchSchedule
 from infinity.zero.parameter import is_elsewhere
 from infinity.zero.unit import GatherState, Unit
+from tests.conftest import RankPools
 from tests.pipeline_matrix import Cell, batches, build, compare_exact, configuration, one_rank
 from tests.support.oracle import join
-from tests.support.spawn import RankPool, run_ranks
+from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
 # Each schedule with stage, tier, precision and clipping; together they have every value of each.
+LLAMA = Cell("llama", "fp32", 3, "nvme", 0.5)
+NEOX = Cell("gpt_neox", "bf16", 0, "gpu", 0.0)
+MIXTRAL = Cell("mixtral", "bf16", 3, "gpu", 0.5)
 CELLS = {
-    Cell("llama", "fp32", 3, "nvme", 0.5): [("1f1b", 1), ("zero_bubble", 2)],
-    Cell("gpt_neox", "bf16", 0, "gpu", 0.0): [("gpipe", 1), ("zero_bubble", 1)],
-    Cell("mixtral", "bf16", 3, "gpu", 0.5): [("interleaved", 2)],
+    4: {LLAMA: [("1f1b", 1)], NEOX: [("zero_bubble", 1)]},
+    2: {LLAMA: [("zero_bubble", 2)], NEOX: [("gpipe", 1)], MIXTRAL: [("interleaved", 2)]},
 }
 
 
 def exact(rank: int, world: int, expected: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for cell, each in CELLS.items() for row in compare_exact(rank, world, {cell: expected[cell]}, each)]
+    cells = CELLS[world].items()
+    return [row for cell, each in cells for row in compare_exact(rank, world, {cell: expected[cell]}, each)]
 
 
-def test_every_schedule_has_the_bits_of_accumulation_on_one_rank() -> None:
-    with RankPool(1) as pool:
-        expected = pool.run(one_rank, list(CELLS), timeout=280)[0]
-    rows = run_ranks(exact, 4, expected, timeout=280)[0]
+def test_every_schedule_has_the_bits_of_accumulation_on_one_rank(rank_pools: RankPools) -> None:
+    expected = rank_pools[1].run(one_rank, [LLAMA, NEOX, MIXTRAL], timeout=280)[0]
+    rows = [row for world in CELLS for row in rank_pools[world].run(exact, expected, timeout=280)[0]]
     assert [row for row in rows if not row["right"]] == []
     # The first step may use units otherwise than the tree tells (experts); from then on the schedule is the model's.
     assert max(row["mismatches"] for row in rows) <= 1

@@ -1,11 +1,16 @@
-"""A sampler of this process's private memory, apart by what it is: memory of its own, and pages of files."""
+"""This process's private memory: now, and sampled, apart by what it is: memory of its own, and pages of files."""
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+
+from infinity.memory.tiers.pinned import trim
 
 _MAPPING = re.compile(rb"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+\s*(.*)$")
 
@@ -29,6 +34,13 @@ def private_now() -> Private:
         elif (found := _MAPPING.match(line)) is not None:
             of_file = found[1].startswith(b"/")
     return Private(own, files)
+
+
+def own_nbytes() -> int:
+    """Return the bytes that would be free without this process, once garbage is gone."""
+    gc.collect()
+    trim()
+    return psutil.Process().memory_full_info().uss
 
 
 class PrivatePeak:

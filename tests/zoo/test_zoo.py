@@ -30,7 +30,7 @@ SOCKETS, MEMORY = 1 << 30, 1
     kept(
         list(itertools.product((1, 2), AWKWARD, COMPILERS)),
         [
-            (1, "llama tied", "aot_eager"), (1, "t5", NOT_COMPILED),
+            (1, "t5", NOT_COMPILED),
             (2, "bart LayerDrop", NOT_COMPILED), (2, "llama tied", NOT_COMPILED), (2, "mixtral", NOT_COMPILED),
         ],
     ),
