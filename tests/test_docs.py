@@ -33,6 +33,7 @@ from tests.support.syntax import parsed
 
 # Most blocks that may say why they are not run.
 NOT_RUN_MAX = 2
+PICTURED = "llama-3.1-8b --gpu 24GB --ram 64GB --nvme 1TB".split()
 WORD = re.compile(r"[A-Za-z_]{2,}")
 EVERY = [block for page in PAGES for block in shown(page)]
 
@@ -340,8 +341,17 @@ def test_what_benchmarks_units_writes_becomes_a_topic():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", make_outputs.FILES)
-def test_a_page_shows_what_the_estimator_prints(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_shows_what_the_estimator_prints(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's picture, too, is what the command draws that it shows."""
     monkeypatch.chdir(ROOT)
+    made, ask = tmp_path / "estimate.svg", make_outputs.cli.main
+
+    def drawing(words: list[str]) -> int:
+        return ask([*words, "--picture", str(made)] if words == PICTURED else words)
+
+    monkeypatch.setattr(make_outputs.cli, "main", drawing)
     text = (ROOT / name).read_text()
     assert "$ infinity-estimate" in text
     assert make_outputs.refreshed(text) == text
+    if "sizing" in name:
+        assert made.read_text() == (ROOT / "docs" / "pictures" / "estimate.svg").read_text()
