@@ -251,7 +251,8 @@ def runtime_of(rank: sharded.Rank) -> Any:
         data=SimpleNamespace(index=rank.index, size=axes.dp), ranks=SimpleNamespace(rank=rank.number),
         world=SimpleNamespace(size=axes.world_size), tensor=SimpleNamespace(index=rank.tensor),
     )  # fmt: skip
-    return SimpleNamespace(plan=plan, units=units, groups=groups, store=rank.store, module=nn.Module())
+    access = SimpleNamespace(units=units)
+    return SimpleNamespace(plan=plan, access=access, groups=groups, store=rank.store, module=nn.Module())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
