@@ -76,7 +76,7 @@ def _fake_nvcc(folder: Path, body: str) -> str:
 def test_libraries_are_built_and_kernels_that_fail_cost_them_nothing(compiled: bool, tmp_path: Path) -> None:
     nvcc = _fake_nvcc(tmp_path, "echo unsupported GNU version >&2; exit 1\n")
     out = tmp_path / "out"
-    cxx = {"CXX": f"{build._compiler()} -Werror"} if compiled else standing_in(tmp_path)
+    cxx = {} if compiled else standing_in(tmp_path)
     reply = _run([sys.executable, "-m", "infinity.ops.build", str(out)], **{**cxx, "NVCC": nvcc})
     assert reply.returncode == 0, reply.stderr
     assert sorted(path.name for path in out.iterdir()) == ["libadam.so", "libaio.so"]
