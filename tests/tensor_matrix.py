@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -531,6 +532,7 @@ def _loop(
             return weights, engine.get_global_grad_norm()
 
 
+@cache
 def _plain_loop(data: int) -> tuple[dict[str, Tensor], float]:
     model, norm = build("qwen3"), 0.0
     optimizer = torch.optim.AdamW(model.parameters(), **{**ADAM, "betas": tuple(ADAM["betas"])})

@@ -18,6 +18,7 @@ import infinity.deepspeed as deepspeed
 from infinity.errors import ConfigError
 from tests.conftest import RankPools
 from tests.parallel.deepspeed_pipeline import train
+from tests.support.cells import kept
 from tests.support.spawn import RankError, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,12 +41,19 @@ def told(found: dict[str, Any]) -> list[float]:
     return [float.fromhex(loss) for loss in (*found["losses"], found["held out"])]
 
 
+EVERY = pytest.mark.parametrize(
+    ("tiers", "schedules"),
+    kept([(TIERS, SCHEDULES), (TIERS[::2], SCHEDULES[1::2])], [(TIERS[::2], SCHEDULES[1::2])]), ids=["all", "some"],
+)  # fmt: skip
+
+
+@EVERY
 @pytest.mark.slow
-def test_two_stages_have_the_bits_of_one_on_every_tier_and_schedule(rank_pools: RankPools, tmp_path: Path):
+def test_two_stages_have_the_bits_of_one_on_every_tier_and_schedule(rank_pools, tmp_path, tiers, schedules):
     bases = ("", "--bf16", "--interval 2")
     whole = rank_pools[1].run(run_program, str(tmp_path), list(bases))[0]
-    cells = [(0, tier) for tier in TIERS]
-    cells += [(0, f"--stage 3 --offload nvme --schedule {schedule}") for schedule in SCHEDULES]
+    cells = [(0, tier) for tier in tiers]
+    cells += [(0, f"--stage 3 --offload nvme --schedule {schedule}") for schedule in schedules]
     cells += [(0, "--partition-method type:BlockPipe"), (1, "--stage 3 --offload nvme"), (2, "--stage 3 --offload cpu")]
     lines = [f"-p 2 {bases[base]} {cell}" for base, cell in cells]
     for rank in rank_pools[2].run(run_program, str(tmp_path), lines, timeout=200):
@@ -54,12 +62,13 @@ def test_two_stages_have_the_bits_of_one_on_every_tier_and_schedule(rank_pools: 
     assert told(whole[0])[-1] < told(whole[0])[0]
 
 
+@EVERY
 @pytest.mark.slow
-def test_a_weight_tied_across_stages_is_trained_as_on_one_rank(rank_pools: RankPools, tmp_path: Path):
+def test_a_weight_tied_across_stages_is_trained_as_on_one_rank(rank_pools, tmp_path, tiers, schedules):
     """Its two gradients are added once a step; between tiers and schedules no bit differs."""
     (whole,) = rank_pools[1].run(run_program, str(tmp_path), ["--tied"])[0]
-    lines = [f"-p 2 --tied {tier}" for tier in TIERS]
-    lines += [f"-p 2 --tied --stage 3 --offload nvme --schedule {schedule}" for schedule in SCHEDULES]
+    lines = [f"-p 2 --tied {tier}" for tier in tiers]
+    lines += [f"-p 2 --tied --stage 3 --offload nvme --schedule {schedule}" for schedule in schedules]
     found = rank_pools[2].run(run_program, str(tmp_path), lines, timeout=200)
     assert found[0] == [{**each, "rank": 0} for each in found[1]]
     assert len({tuple(told(each)) for each in found[0]}) == 1

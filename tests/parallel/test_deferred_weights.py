@@ -24,6 +24,7 @@ from infinity.plan.pipeline import ActionKind, make_tables
 from infinity.zero import parameter
 from tests.parallel.divided import axis_of, batch, divide, make
 from tests.parallel.groups import open_tensor_group
+from tests.support.cells import covered
 from tests.support.hub import lora
 
 Grads = dict[str, Tensor | None]
@@ -122,9 +123,7 @@ def test_linear_layers_are_deferred(kind):
     assert len(deferred._micro_batches[0].uses()) == PRODUCTS[kind]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize(*covered(rank=(0, 1, 3), kind=list(MODELS), dtype=DTYPES))
 def test_micro_batches_in_flight_do_not_mix(kind, dtype, rank):
     model = build(kind, dtype)
     expected = [ordinary(model, lambda: loss_of(model, index)) for index in range(8)]  # noqa: B023

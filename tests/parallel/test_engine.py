@@ -41,14 +41,14 @@ def test_replicated_parameters_have_equal_bits_on_three_ranks(rank_pools: RankPo
 @pytest.mark.slow
 def test_beside_a_tensor_axis_placement_shows_in_no_bit(rank_pools: RankPools) -> None:
     cells = [(3, "bf16", 0.5), (2, "fp32", 0.5), (0, "fp32", 0.0)]
-    tiers = [("gpu", "gpu"), ("cpu", "nvme"), ("nvme", "nvme")]
+    tiers = [("gpu", "gpu"), ("cpu", "nvme")]
     rows = rank_pools[4].run(compare_tiers, 2, cells, tiers, timeout=200)[0]
     assert all(row["right"] for row in rows), rows
 
 
 @pytest.mark.slow
 def test_loops_of_programs_give_the_weights_of_plain_torch(rank_pools: RankPools) -> None:
-    loops = ("stage 1", "tiles", "recomputed, sequence", "compiled", "generated", "state dict")
+    loops = ("stage 1", "tiles", "recomputed, sequence", "generated", "state dict")
     rows = rank_pools[2].run(compare_loops, 2, loops, timeout=200)[0]
     assert [row["loop"] for row in rows] == [*loops]
     assert all(row["right"] for row in rows), rows
