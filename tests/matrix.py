@@ -20,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINES_SHOWN = 30
-_TRAINING = ("infinity/engine", "infinity/zero", "infinity/memory", "infinity/optim", "infinity/ops", "csrc")
+_TRAINING = (
+    "infinity/engine", "infinity/zero", "infinity/step", "infinity/memory", "infinity/optim", "infinity/ops", "csrc",
+)  # fmt: skip
 _AXES = ("infinity/parallel", "infinity/distributed", "infinity/plan")
 
 
@@ -47,7 +49,7 @@ ROWS = [
     Row("tests/clients", ("infinity/integrations", "infinity/engine")),
     Row("tests/distributed", ("infinity/distributed",)),
     Row("tests/engine", (*_TRAINING, "infinity/plan", "infinity/config", "infinity/observability")),
-    Row("tests/estimators", ("estimators", "infinity/plan", "infinity/simulator")),
+    Row("tests/estimators", ("estimators", "infinity/plan")),
     Row("tests/ops", ("infinity/ops", "csrc")),
     Row("tests/parallel", (*_AXES, "infinity/engine", "infinity/zero", "infinity/integrations")),
     Row("tests/plan", ("infinity/plan",)),
