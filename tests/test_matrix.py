@@ -9,7 +9,7 @@ import pytest
 from tests.matrix import ROOT, ROWS, main, rows_for
 
 # Modules that a row or a test starts, and tools that print.
-OTHERS = ("_process", "_cells", "structure", "first_run", "watched", "deepspeed_pipeline", "pipeline_divergence")
+OTHERS = ("_process", "_cells", "run", "structure", "first_run", "watched", "deepspeed_pipeline", "pipeline_divergence")
 
 
 def test_every_marked_test_has_a_row_and_every_row_marked_tests() -> None:
