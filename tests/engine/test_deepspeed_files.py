@@ -74,7 +74,7 @@ def filled(raw: dict[str, Any], precision: str, model: nn.Module, monkeypatch: p
     config, given = Filled(raw), arguments(precision)
     config.trainer_config_process(given)
     config.trainer_config_finalize(given, model, num_training_steps=10)
-    return config.sections
+    return config.config
 
 
 def read(name: str) -> dict[str, Any]:

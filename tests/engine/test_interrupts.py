@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import signal
 from collections import Counter
+from operator import attrgetter
 
 import pytest
 import torch
@@ -31,13 +32,13 @@ def test_an_interrupt_waits_until_the_verb_is_whole(tmp_path, verb, monkeypatch)
     """In the middle of each verb, once: the verb is whole. Twice: no verb does anything any more."""
     inside = {
         "forward": ("coordinator", "open_scope"), "backward": ("coordinator", "end_backward"),
-        "step": ("step", "apply"), "save": ("hooks", "check_tree"),
+        "step": ("step", "apply"), "save": ("attached.hooks", "check_tree"),
     }  # fmt: skip
     expected = reference(0, str(tmp_path), "device")[1]
     for times in (1, 2):
         engine = make(str(tmp_path), "device")
         part, name = inside[verb]
-        part = getattr(engine._runtime, part)
+        part = attrgetter(part)(engine._runtime)
         original = getattr(part, name)
 
         def interrupted(*args, original=original, left=[signal.SIGINT] * times, **kwargs):
