@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import NonFiniteError, StateError
+from tests.support.cells import covered
 
 
 class Poison(torch.autograd.Function):
@@ -77,10 +79,11 @@ def step(engine: Any, seed: int, poison: float | None = None) -> None:
     engine.step()
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    *covered(
+        stage=[0, 1, 2, 3], tier=["none", "cpu", "nvme"], dtype=["fp32", "bf16", "fp16"], poison=[math.nan, math.inf]
+    )
+)
 def test_a_bad_step_leaves_no_trace(tmp_path: Path, stage: int, tier: str, dtype: str, poison: float) -> None:
     with start(tmp_path, stage=stage, tier=tier, dtype=dtype) as engine:
         step(engine, 1)

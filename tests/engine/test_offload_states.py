@@ -18,7 +18,7 @@ from tests.engine.test_accelerator import digest, made, raceless
 from tests.engine.test_accelerator import step as step_there
 from tests.engine.test_handover import engine_of, step
 from tests.support.accelerator.process import AcceleratedProcess
-from tests.support.cells import kept
+from tests.support.cells import kept, turns
 from tests.support.checkpoints import assert_same, contents
 from tests.support.models import TinyLlama, token_batch
 from tests.support.oracle import Case, join, settings
@@ -66,8 +66,7 @@ def trained(folder: Path, home: tuple[int, str, str], dtype: str, between: Any) 
         return values_of(engine)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(*turns(home=HOMES, dtype=["fp32", "bf16", "fp16"]))
 def test_training_goes_on_with_the_same_bits(home: tuple[int, str, str], dtype: str, tmp_path: Path) -> None:
     def away_and_back(engine: Any, micro: int) -> None:
         engine.synchronize()

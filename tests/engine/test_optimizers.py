@@ -18,7 +18,7 @@ from infinity.optim import torch_rule
 from infinity.optim.torch_rule import TorchRule
 from infinity.optim.update_rules import LionOptimizer, native_rule_of
 from infinity.plan.types import Kind
-from tests.support.cells import kept
+from tests.support.cells import kept, turns
 from tests.support.models import token_batch
 from tests.support.oracle import SmallModel, join, settings
 
@@ -204,8 +204,7 @@ def test_two_ranks_on_nvme_are_torch_over_all_their_data(rank_pools: Any, names:
     assert max(max(row) for row in found) <= 1e-6, dict(zip(names, zip(*found, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("name", ["Lion", "Adagrad", "SGD", "NAdam", "one's own"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(*turns(name=["Lion", "Adagrad", "SGD", "NAdam", "one's own"], dtype=["bf16", "fp16"]))
 def test_sixteen_bits_give_the_same_bits_on_every_tier(name: str, dtype: str, tmp_path: Path) -> None:
     first: dict[str, Tensor] = {}
     for param, optimizer in (("gpu", "gpu"), ("cpu", "cpu"), ("nvme", "nvme")):

@@ -13,7 +13,7 @@ from estimators.report import format_report
 from infinity import measure_activations
 from infinity.errors import ConfigError
 from infinity.plan.types import Kind, Tier
-from tests.support.cells import covered
+from tests.support.cells import covered, turns
 
 LLAMA = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -83,8 +83,7 @@ def test_a_closed_form_is_within_a_tenth_of_measured_shapes(name, computed, chec
     assert "measured" in measured.source
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize(*turns(case=[*OTHERS], checkpointing=[False, True]))
 def test_other_blocks_are_within_a_tenth_of_measured_shapes_too(case, checkpointing):
     name, attention, values = OTHERS[case]
     # Few words: the blocks decide, not the loss.

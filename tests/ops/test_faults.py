@@ -123,7 +123,8 @@ def test_a_failure_names_path_offset_bytes_and_cause(
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_drive_that_hangs_is_given_up_in_time(faulty: FaultyProcess, tmp_path: Path, operation: str) -> None:
-    outcome = _transfer(faulty, tmp_path, operation, "hang", after=2)
+    # With all blocks in flight, so that some end while others hang.
+    outcome = _transfer(faulty, tmp_path, operation, "hang", after=2, depth=8)
     assert outcome["error"]["errno"] == 110
     assert "not complete after " in outcome["error"]["text"]
     assert outcome["seconds"] < 8

@@ -14,12 +14,12 @@ from infinity.errors import ConfigError, StateError
 from infinity.parallel.stage import StagedModel
 from infinity.plan.stages import StageCut, StageEnd
 from tests.parallel.staged import KINDS, Stage, batch, cut, differences, leaves, make, run, run_back
+from tests.support.cells import turns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [*KINDS, "ctrl", "openai-gpt"])
+@pytest.mark.parametrize(*turns(kind=[*KINDS, "ctrl", "openai-gpt"], dtype=[*DTYPES]))
 def test_stages_give_the_loss_and_gradients_of_the_uncut_model(kind, dtype):
     model = make(kind, DTYPES[dtype])
     where, answers = cut(model)

@@ -23,6 +23,15 @@ def cover(cells: Sequence[Cell], values: Callable[[Cell], Sequence[object]]) -> 
     return chosen
 
 
+def turns(**axes: Sequence[Any]) -> tuple[str, list[ParameterSet]]:
+    """Return the arguments of `parametrize` for all cells of a product. The suite has each value of the longest axis
+    once, beside those of the other axes in turn.
+    """
+    product, count = list(itertools.product(*axes.values())), max(map(len, axes.values()))
+    chosen = [tuple(values[at % len(values)] for values in axes.values()) for at in range(count)]
+    return ",".join(axes), kept(product, chosen)
+
+
 def covered(**axes: Sequence[Any]) -> tuple[str, list[ParameterSet]]:
     """Return the arguments of `parametrize` for all cells of a product, of which a cover stays in the suite."""
     product = list(itertools.product(*axes.values()))
