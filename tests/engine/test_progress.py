@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import infinity
+from tests.support.cells import kept
 from tests.support.models import tiny_llama, token_batch
 
 
@@ -53,8 +54,9 @@ def train(rank: int, world: int, folder: str | None, steps: int, every: int) -> 
 
 
 @pytest.mark.slow
-def test_two_ranks_that_tell_ten_times_say_at_most_twenty_lines(rank_pools):
-    everyone = rank_pools[2].run(train, None, 20, 2)
+@pytest.mark.parametrize(("world", "steps", "every"), kept([(2, 20, 2), (4, 100, 10)], [(2, 20, 2)]))
+def test_ranks_that_tell_ten_times_say_at_most_twenty_lines(rank_pools, world, steps, every):
+    everyone = rank_pools[world].run(train, None, steps, every)
     assert sum(len(lines) for lines, _ in everyone) <= 20
     assert all(lines == [] for lines, _ in everyone[1:]), "only rank 0 speaks"
 
