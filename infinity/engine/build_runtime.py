@@ -109,7 +109,7 @@ def build_runtime(
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
-    observer = Observer(plan, ledger, store, units, device, config.sections, groups)
+    observer = Observer(plan, store, units, device, config.sections, groups)
     progress = StepProgress(
         config.sections, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
     )

@@ -237,10 +237,10 @@ class Observer:
     """The reports of one engine: of its memory, of one step's times, and of errors that mean that memory ran out."""
 
     def __init__(
-        self, plan: Plan, ledger: Ledger, store: TieredStore, units: Sequence[Unit], device: Device, config: Config,
+        self, plan: Plan, store: TieredStore, units: Sequence[Unit], device: Device, config: Config,
         groups: ProcessGroups,
     ) -> None:  # fmt: skip
-        self._plan, self._ledger, self._store = plan, ledger, store
+        self._plan, self._ledger, self._store = plan, store.ledger, store
         self._units, self._device = units, device
         self._config = config
         self._groups = groups
@@ -261,7 +261,7 @@ class Observer:
     def timeline(self, path: str | os.PathLike[str] | None) -> Timeline:
         """See `Engine.timeline`."""
         return Timeline(
-            path, rank=self._groups.ranks.rank, plan=self._plan, store=self._store, ledger=self._ledger,
+            path, rank=self._groups.ranks.rank, plan=self._plan, store=self._store,
             pipeline=self._groups.pipeline,
         )  # fmt: skip
 

@@ -28,7 +28,6 @@ from infinity.base import palette, trace
 from infinity.base.trace import OUTSIDE, AsyncSpan, Recording, Span
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import exchange_values
-from infinity.memory.ledger import Ledger
 from infinity.memory.residency import POOLS, PartitionExtent
 from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
@@ -92,10 +91,10 @@ class Timeline:
 
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, rank: int = 0, plan: Plan | None = None,
-        store: TieredStore | None = None, ledger: Ledger | None = None, pipeline: AxisGroup | None = None,
+        store: TieredStore | None = None, pipeline: AxisGroup | None = None,
     ) -> None:  # fmt: skip
-        """plan: has the names of what moves. store, ledger: know what memory holds when it starts. pipeline: the ranks
-        that tell each other their stages.
+        """plan: has the names of what moves. store: knows what memory holds when it starts. pipeline: the ranks that
+        tell each other their stages.
         """
         self.path = None if path is None else _of_rank(_checked(path), rank)
         self.rank = rank
@@ -105,7 +104,6 @@ class Timeline:
         self.levels: tuple[tuple[int, str, str, int], ...] = ()
         self._plan = plan
         self._store = store
-        self._ledger = ledger
         self._pipeline = pipeline
         self._recording: Recording | None = None
         self._origin = 0
@@ -119,10 +117,11 @@ class Timeline:
         """Begin to record. RuntimeError while another timeline is recording."""
         self._recording = trace.start_recording()
         # What there is; changes are recorded where they happen.
-        for (tier, kind), nbytes in self._ledger.now.items() if self._ledger is not None else ():
-            trace.level(tier.value, kind.value, nbytes)
-        for name, pool in self._store.pools().items() if self._store is not None else ():
-            trace.level(POOLS, name, pool.used)
+        if self._store is not None:
+            for (tier, kind), nbytes in self._store.ledger.now.items():
+                trace.level(tier.value, kind.value, nbytes)
+            for name, pool in self._store.pools().items():
+                trace.level(POOLS, name, pool.used)
 
     def stop(self) -> None:
         """End the recording, and write the file."""
