@@ -1,15 +1,15 @@
-"""Space that grows during the first step and is then reused, for bytes that depend on the batch and not on the plan.
+"""Bytes that no plan names: what activations, idle states and a model that is being built need for a while.
 
-A block is a buffer in CPU memory, or a file of its own. When no block has room, another is added. Once all pieces have
-been returned and more was needed than ever before, one block of that size replaces all others. The ledger books pieces
-that are out as activations, and reserved bytes that are not out as a pool.
+`GrowablePool` grows during the first step and is then reused, for bytes that depend on the batch. A block is a buffer
+in CPU memory, or a file of its own. When no block has room, another is added. Once all pieces have been returned and
+more was needed than ever before, one block of that size replaces all others. The ledger books pieces that are out as
+activations, and reserved bytes that are not out as a pool.
 
-Partitions that have left their home for a while: their bytes lie in CPU memory or in a swap file of their own.
-
-Such a partition is ABSENT to its state machine. The store brings it back when a lease of it begins, so no value is ever
+A refuge has partitions that have left their home for a while: their bytes lie in CPU memory or in a swap file. Such a
+partition is ABSENT to its state machine. The store brings it back when a lease of it begins, so no value is ever
 missing. A move is a copy, after which the source is given up: an error in between leaves the value where it was.
 
-The files that one rank's values go to while a model is being built, and the memory of what is on its way there.
+`SwapFiles` take one rank's values while a model is being built.
 """
 
 from __future__ import annotations
@@ -215,6 +215,52 @@ _PART_NBYTES = 8 << 20
 _OFFLOADED_PARTS_MAX = 4
 
 
+class PartWriter:
+    """Writes bytes to swap files in parts, from memory that direct I/O accepts. parts_max: parts in flight."""
+
+    def __init__(self, parts_max: int) -> None:
+        self._parts_max = parts_max
+        # Parts on their way to the drive, with the memory that they lie in, and memory for others.
+        self._writing: deque[tuple[Transfer, Tensor]] = deque()
+        self._rooms: list[Tensor] = []
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of memory for parts on their way to the drive."""
+        return (len(self._writing) + len(self._rooms)) * _PART_NBYTES
+
+    def submit(self, file: TierBackend, offset: int, values: Tensor) -> None:
+        """Submit the writes of `values` (uint8, flat), which may change as soon as this returns."""
+        for begin in range(0, values.numel(), _PART_NBYTES):
+            part = values[begin : begin + _PART_NBYTES]
+            room = self._room()
+            room[: part.numel()].copy_(part)
+            nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
+            self._writing.append((file.write(Extent(offset + begin, nbytes), room[:nbytes]), room))
+
+    def drain(self) -> None:
+        """Wait until every part is on the drive."""
+        while self._writing:
+            transfer, room = self._writing.popleft()
+            transfer.wait()
+            self._rooms.append(room)
+
+    def settle(self) -> None:
+        """Wait likewise, and free the memory of the parts."""
+        self.drain()
+        self._rooms.clear()
+
+    def _room(self) -> Tensor:
+        """Return memory for a part: new memory, or that of the oldest part in flight, once it is written."""
+        if self._rooms:
+            return self._rooms.pop()
+        if len(self._writing) < self._parts_max:
+            return page_aligned(_PART_NBYTES)
+        transfer, room = self._writing.popleft()
+        transfer.wait()
+        return room
+
+
 class MemoryRefuge:
     """A buffer in CPU memory for each partition."""
 
@@ -263,19 +309,13 @@ class DriveRefuge:
         self._file: TierBackend | None = folders.open(end)
 
     def put(self, key: Key, source: Tensor) -> None:
-        """See `MemoryRefuge`. Through memory of a few parts, from where direct I/O writes."""
+        """See `MemoryRefuge`."""
         assert self._file is not None
-        offset, writing = self._offsets[key], deque[tuple[Transfer, Tensor]]()
+        writer = PartWriter(_OFFLOADED_PARTS_MAX)
         try:
-            for begin in range(0, source.numel(), _PART_NBYTES):
-                part = source[begin : begin + _PART_NBYTES]
-                room = _room(writing)
-                room[: part.numel()].copy_(part)
-                nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
-                writing.append((self._file.write(Extent(offset + begin, nbytes), room[:nbytes]), room))
+            writer.submit(self._file, self._offsets[key], source)
         finally:
-            while writing:
-                writing.popleft()[0].wait()
+            writer.drain()
         self._held.add(key)
 
     def get(self, key: Key, target: Tensor) -> None:
@@ -311,14 +351,6 @@ class DriveRefuge:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _room(writing: deque[tuple[Transfer, Tensor]]) -> Tensor:
-    if len(writing) < _OFFLOADED_PARTS_MAX:
-        return page_aligned(_PART_NBYTES)
-    transfer, room = writing.popleft()
-    transfer.wait()
-    return room
 
 
 Refuge = MemoryRefuge | DriveRefuge
@@ -406,22 +438,15 @@ class SwapPlace:
         return buffer, [self.file.read(Extent(offset + begin, part.numel()), part) for begin, part in parts]
 
 
-class SwapFiles:
+class SwapFiles(PartWriter):
     """Swap files of one tier that grow with what is written. Used by one thread."""
 
     def __init__(self, paths: Sequence[str], *, rank: int, timeout_seconds: float) -> None:
+        super().__init__(_WRITING_MAX)
         self._paths = paths
         self._folders = SwapFolders(Tier.NVME, paths, rank, QueueOptions(timeout_seconds=timeout_seconds))
         # Each with the bytes that are taken.
         self._files: list[tuple[TierBackend, int]] = []
-        # Parts on their way to the drive, with the memory that they lie in, and memory for others.
-        self._writing: deque[tuple[Transfer, Tensor]] = deque()
-        self._rooms: list[Tensor] = []
-
-    @property
-    def buffer_nbytes(self) -> int:
-        """Bytes of memory for parts on their way to the drive."""
-        return (len(self._writing) + len(self._rooms)) * _PART_NBYTES
 
     def allocate(self, nbytes: int) -> SwapPlace:
         """Return a place for `nbytes` (a multiple of the alignment) in the newest file, or in a new one."""
@@ -434,27 +459,8 @@ class SwapFiles:
         return SwapPlace(file, Extent(used, nbytes))
 
     def write(self, place: SwapPlace, values: Tensor) -> None:
-        """Submit writes of the bytes of `values` in parts, from buffers that direct I/O accepts."""
-        flat = values.detach().contiguous().view(-1).view(torch.uint8)
-        for begin in range(0, flat.numel(), _PART_NBYTES):
-            part = flat[begin : begin + _PART_NBYTES]
-            room = self._room()
-            room[: part.numel()].copy_(part)
-            nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
-            extent = Extent(place.extent.offset + begin, nbytes)
-            self._writing.append((place.file.write(extent, room[:nbytes]), room))
-
-    def drain(self) -> None:
-        """Wait until every part is on the drive."""
-        while self._writing:
-            transfer, room = self._writing.popleft()
-            transfer.wait()
-            self._rooms.append(room)
-
-    def settle(self) -> None:
-        """Wait likewise, and free the memory of the parts."""
-        self.drain()
-        self._rooms.clear()
+        """Submit the writes of the bytes of `values`."""
+        self.submit(place.file, place.extent.offset, values.detach().contiguous().view(-1).view(torch.uint8))
 
     def remove(self, file: TierBackend) -> None:
         """Remove a file in which no values are left."""
@@ -472,13 +478,3 @@ class SwapFiles:
         self._files.clear()
         self._writing.clear()
         self._rooms.clear()
-
-    def _room(self) -> Tensor:
-        """Return memory for a part: new memory, or that of the oldest part in flight, once it is written."""
-        if self._rooms:
-            return self._rooms.pop()
-        if len(self._writing) < _WRITING_MAX:
-            return page_aligned(_PART_NBYTES)
-        transfer, room = self._writing.popleft()
-        transfer.wait()
-        return room
