@@ -111,6 +111,11 @@ class Sources:
         return cls({name.replace("__", "."): ast.parse(text) for name, text in texts.items()})
 
     @cached_property
+    def nodes(self) -> dict[str, list[ast.AST]]:
+        """Every node of each tree, found once for all rules."""
+        return {module: [*ast.walk(tree)] for module, tree in self.trees.items()}
+
+    @cached_property
     def imports(self) -> list[Import]:
         return [*self._imports()]
 
@@ -230,10 +235,10 @@ def torch_violations(sources: Sources) -> list[str]:
 def _attributes(sources: Sources, allowed: tuple[str, ...], forbidden: tuple[str, ...]) -> list[str]:
     """Uses of dotted names such as `torch.cuda`, as an attribute or by an import, outside the allowed modules."""
     found, last = [], {name.rpartition(".")[2] for name in forbidden}
-    for module, tree in sources.trees.items():
+    for module, nodes in sources.nodes.items():
         if _within(module, allowed):
             continue
-        named = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in last)
+        named = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr in last)
         uses = [node for node in named if ast.unparse(node) in forbidden]
         found += [f"{module}:{node.lineno}: names {ast.unparse(node)}" for node in uses]
     found += [
@@ -314,8 +319,8 @@ def callback_violations(sources: Sources) -> list[str]:
     higher packages can have made, whose Protocol the class names.
     """
     makers: dict[str, set[str]] = {}
-    for module, tree in sources.trees.items():
-        for node in ast.walk(tree):
+    for module, nodes in sources.nodes.items():
+        for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
                 called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
                 makers.setdefault(called, set()).add(_package(module))
@@ -366,8 +371,8 @@ FORWARDS = "infinity.zero.forwards"
 def forward_violations(sources: Sources) -> list[str]:
     """Assignments to a module's `forward` outside the one file that makes them."""
     found = []
-    for module, tree in sources.trees.items():
-        for node in ast.walk(tree) if module != FORWARDS and module.startswith("infinity") else ():
+    for module, nodes in sources.nodes.items():
+        for node in nodes if module != FORWARDS and module.startswith("infinity") else ():
             store = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
             if (isinstance(node, ast.Attribute) and node.attr == "forward" and store) or (
                 isinstance(node, ast.Subscript) and store and ast.unparse(node.slice) in ("'forward'",)
@@ -385,18 +390,17 @@ def state_violations(sources: Sources) -> list[str]:
     beside the constructor.
     """
     found = []
-    for module, tree in sources.trees.items():
-        for owner in (node for node in statements(tree) if isinstance(node, ast.ClassDef)):
-            for node in (each for each in ast.walk(owner) if isinstance(each, ast.Assign)):
+    for module, nodes in sources.nodes.items():
+        for node in (each for each in nodes if isinstance(each, ast.Assign)):
+            if any(isinstance(target, ast.Attribute) and target.attr == "state" for target in node.targets):
                 named = {ast.unparse(part.value) for part in ast.walk(node.value) if isinstance(part, ast.Attribute)}
-                stores = any(isinstance(target, ast.Attribute) and target.attr == "state" for target in node.targets)
                 found += [
                     f"{module}:{node.lineno}: changes a {name}" for name in named & STATES.keys()
-                    if stores and module != STATES[name]
+                    if module != STATES[name]
                 ]  # fmt: skip
     for name, module in STATES.items():
         changes = [
-            node for node in ast.walk(sources.trees.get(module, ast.Module([], [])))
+            node for node in sources.nodes.get(module, [])
             if isinstance(node, ast.Assign) and any(ast.unparse(target) == "self.state" for target in node.targets)
         ]  # fmt: skip
         if len(changes) > 2:
@@ -408,9 +412,9 @@ def auto_violations(sources: Sources) -> list[str]:
     """Comparisons with "auto" outside the modules that say what it comes to."""
     return [
         f"{module}:{node.lineno}: compares with 'auto'"
-        for module, tree in sources.trees.items()
+        for module, nodes in sources.nodes.items()
         if module.startswith("infinity") and not _within(module, AUTO_READ_IN)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Compare)
         and any(isinstance(part, ast.Constant) and part.value == "auto" for part in (node.left, *node.comparators))
     ]

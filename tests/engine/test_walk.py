@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,10 +45,12 @@ def calls_of_a_step(rank: int, world: int, folder: str) -> tuple[list[tuple[str,
                 seen.append(call)
 
     case = Case()
-    threading.setprofile(note)
     config = settings(Path(folder), param="nvme", optimizer="nvme", clip=1.0)
     engine, *_ = infinity.initialize(model=case.model(), config=config)
-    with engine:
+    # Of threads that begin from now on: the worker does in the first step.
+    threading.setprofile(note)
+    with engine, ExitStack() as undo:
+        undo.callback(threading.setprofile, None)
         for step in range(2):
             sys.setprofile(note if step else None)
             try:
@@ -57,7 +60,6 @@ def calls_of_a_step(rank: int, world: int, folder: str) -> tuple[list[tuple[str,
             finally:
                 sys.setprofile(None)
         engine.synchronize()
-    threading.setprofile(None)
     return seen, beside & wanted
 
 
