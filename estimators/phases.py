@@ -166,7 +166,7 @@ def _in_parts(nbytes: int) -> int:
 def _at_rest(plan: Plan, gathered: _Gathered) -> Table:
     pools = plan.pools
     table = plan.bytes_at_home()
-    add_nbytes(table, Tier.CPU, Kind.POOL, pools.param_nbytes + pools.states_nbytes + pools.staging_nbytes)
+    add_nbytes(table, Tier.CPU, Kind.POOL, pools.in_cpu_nbytes)
     add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, pools.scratch.nbytes)
     add_nbytes(table, Tier.GPU, Kind.FULL, gathered.at_rest)
     return table

@@ -217,20 +217,11 @@ class TimedArena:
     def fetch(self, spec: PartitionSpec, *, wait: bool) -> Process:
         """Bring a partition into memory and claim it. Without `wait`, only submit the read, if there is room now."""
         index, nbytes = spec.key.index, spec.nbytes
-        while index not in self._held and self._room < nbytes:
-            spare = [other for other in self._order if other not in self._claimed]
-            clean = next((other for other in spare if self._held[other][1].done), None)
-            if clean is not None:
-                self._order.remove(clean)
-                self._room += self._held.pop(clean)[0].nbytes
-            elif not wait:
-                return
-            elif not spare:
-                # The store would wait for leases of the other party here; the simulation takes more room.
-                break
-            else:
-                yield self._held[spare[0]][1]
         if index not in self._held:
+            yield from self._make_room(nbytes, wait=wait)
+        if index not in self._held:
+            if self._room < nbytes and not wait:
+                return
             self._room -= nbytes
             self.read_nbytes += nbytes
             self._held[index] = spec, self._resources.submit(Resource.READ, nbytes, spec.home)
@@ -239,6 +230,30 @@ class TimedArena:
         job = self._held[index][1]
         if wait and job.queue_key[0] is Resource.READ:
             yield job
+
+    def put(self, spec: PartitionSpec) -> Process:
+        """Write a value that comes from elsewhere, in place of the one before."""
+        index = spec.key.index
+        if index not in self._held:
+            yield from self._make_room(spec.nbytes, wait=True)
+            self._room -= spec.nbytes
+            self._held[index] = spec, Job((Resource.WRITE, spec.home), 0.0, done=True)
+        self._order.use(index)
+        self.write(index)
+
+    def _make_room(self, nbytes: int, *, wait: bool) -> Process:
+        """Give up buffers until there is room; without `wait`, only those that are free now."""
+        while self._room < nbytes:
+            spare = [other for other in self._order if other not in self._claimed]
+            clean = next((other for other in spare if self._held[other][1].done), None)
+            if clean is not None:
+                self._order.remove(clean)
+                self._room += self._held.pop(clean)[0].nbytes
+            elif not wait or not spare:
+                # The store would wait for leases of the other party here; the simulation takes more room.
+                return
+            else:
+                yield self._held[spare[0]][1]
 
     def release(self, index: int) -> None:
         """Give a claim back."""

@@ -637,7 +637,9 @@ def states_nbytes_of(
     found = dict.fromkeys(Tier, 0)
     found[param] += numel * width // (ranks if stage == 3 else 1)
     found[states] += trained * moments // ranks
-    found[Tier.GPU if states.on_device else Tier.CPU] += trained * width // ranks
+    if not (states.on_drive or param.on_drive) or states.on_device:
+        # Where there is a drive, gradients that memory has no room for go there.
+        found[Tier.GPU if states.on_device else Tier.CPU] += trained * width // ranks
     if not machine.accelerator:
         found[Tier.CPU] += found[Tier.GPU]
         found[Tier.GPU] = 0

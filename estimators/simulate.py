@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from estimators.resources import Flag, Job, Process, QueueKey, Resource, ResourceQueues, TimedArena
 from estimators.traffic import kept_nbytes, landings, nvme_specs, states_that_move, uses
@@ -106,19 +106,21 @@ class _Arenas:
     def __init__(self, plan: Plan, resources: ResourceQueues) -> None:
         self._plan = plan
         self._params, self._states = nvme_specs(plan, Kind.PARAM), states_that_move(plan)
+        self._grads = nvme_specs(plan, Kind.GRAD)
         self._kept = plan.kept()
+        self._grad_arena = TimedArena(resources, plan.pools.grad_nbytes)
         self._param_arena = TimedArena(resources, plan.pools.param_nbytes)
         self._state_arena = TimedArena(resources, plan.pools.states_nbytes - kept_nbytes(plan))
 
     @property
     def read_nbytes(self) -> int:
         """Bytes read from NVMe so far."""
-        return self._param_arena.read_nbytes + self._state_arena.read_nbytes
+        return sum(arena.read_nbytes for arena in (self._param_arena, self._state_arena, self._grad_arena))
 
     @property
     def written_nbytes(self) -> int:
         """Bytes written to NVMe so far."""
-        return self._param_arena.written_nbytes + self._state_arena.written_nbytes
+        return sum(arena.written_nbytes for arena in (self._param_arena, self._state_arena, self._grad_arena))
 
     def fetch_param(self, unit: int, *, wait: bool) -> Process:
         """Bring a unit's partition into memory, where its home is NVMe."""
@@ -129,13 +131,23 @@ class _Arenas:
         """The partition has been copied to the whole unit."""
         self._param_arena.release(unit)
 
+    def add_grad(self, unit: int, *, first: bool) -> Process:
+        """Put a unit's gradients in place of what was there, or add them to it, where their home is NVMe."""
+        if unit in self._grads:
+            if not first:
+                yield from self._grad_arena.fetch(self._grads[unit], wait=True)
+            yield from self._grad_arena.put(self._grads[unit])
+
     def fetch(self, group: SubGroup) -> Process:
         """Bring what a sub-group's step needs into memory."""
-        return self._fetch(group, wait=True)
+        yield from self._fetch(group, wait=True)
+        yield from self._fetch_grads(group, wait=True)
 
-    def fetch_now(self, group: SubGroup) -> bool:
-        """Submit the reads of a sub-group as far as there is room. Returns whether its states are there or coming."""
-        for _ in self._fetch(group, wait=False):
+    def fetch_now(self, group: SubGroup, *, complete: bool = True) -> bool:
+        """Submit the reads of a sub-group as far as there is room. Returns whether its states are there or coming.
+        complete: whether its gradients are.
+        """
+        for _ in chain(self._fetch(group, wait=False), self._fetch_grads(group, wait=False) if complete else ()):
             raise AssertionError("what does not wait has waited")
         return group.index not in self._states or group.index in self._state_arena
 
@@ -147,6 +159,8 @@ class _Arenas:
 
     def write(self, group: SubGroup) -> list[Job]:
         """Submit the write-back of what a sub-group's step has changed; of a unit's partition, with its last slice."""
+        for piece in group.slices:
+            self._grad_arena.release(piece.unit)
         jobs = [self._state_arena.write(group.index)] if group.index in self._states else []
         ends = (piece.unit for piece in group.slices if self._plan.ends_partition(piece))
         return jobs + [self._param_arena.write(unit) for unit in ends if unit in self._params]
@@ -156,6 +170,11 @@ class _Arenas:
             yield from self._state_arena.fetch(self._states[group.index], wait=wait)
         for piece in group.slices:
             yield from self.fetch_param(piece.unit, wait=wait)
+
+    def _fetch_grads(self, group: SubGroup, *, wait: bool) -> Process:
+        for piece in group.slices:
+            if piece.unit in self._grads:
+                yield from self._grad_arena.fetch(self._grads[piece.unit], wait=wait)
 
 
 class _Checkpoints:
@@ -253,7 +272,7 @@ class _Optimizer:
             self._expected.discard(unit)
             if len(self._expected) == SOON_UNITS:
                 for group in first_reads(self._parts.hidden, self._arenas.in_memory):
-                    self._arenas.fetch_now(group)
+                    self._arenas.fetch_now(group, complete=False)
         self._norms.append(numel)
 
     def hand_over(self, groups: Sequence[SubGroup]) -> None:
@@ -378,7 +397,7 @@ class _Simulation:
         accounts = [self._account()]
         left = self._accumulation
         while left:
-            yield from self._pass(final=left == 1)
+            yield from self._pass(first=left == self._accumulation, final=left == 1)
             left -= 1
             accounts.append(self._account())
             if left <= 1 or len(accounts) < 3 or not self._optimizer.idle or self._resources.writes:
@@ -391,7 +410,7 @@ class _Simulation:
                 self._repeated = self._repeated.plus(span, (left - 1) / count)
                 left = 1
 
-    def _pass(self, *, final: bool) -> Process:
+    def _pass(self, *, first: bool, final: bool) -> Process:
         schedule, half = self._plan.schedule, len(self._plan.schedule) // 2
         overlap, speeds = self._plan.policy.overlap, self._speeds
         computes = Resource.ACCELERATOR if self._plan.request.accelerator else Resource.CORES
@@ -413,7 +432,7 @@ class _Simulation:
             if self._checkpoints is not None and at < half:
                 yield from self._checkpoints.put(overlap=overlap)
             if last and self._plan.layouts[unit].trainable:
-                yield from self._gradient(unit, at, final=final)
+                yield from self._gradient(unit, at, first=first, final=final)
             if schedule.uses[at].needed and not schedule.keep[at]:
                 self._gathered.pop(unit, None)
 
@@ -455,16 +474,16 @@ class _Simulation:
             yield self._resources.submit(Resource.NETWORK, own * (placed.parts - 1))
         self._gathered[unit] = True
 
-    def _gradient(self, unit: int, at: int, *, final: bool) -> Process:
+    def _gradient(self, unit: int, at: int, *, first: bool, final: bool) -> Process:
         """A unit's gradients go into its partition: at once, or over the ranks beside what comes next."""
         yield lambda: not self._travelling
         if self._plan.topology.dp > 1 or self._plan.request.accelerator:
             self._travelling = True
-            self._resources.begin(self._travel(unit, at, final=final))
+            self._resources.begin(self._travel(unit, at, first=first, final=final))
         else:
-            yield from self._travel(unit, at, final=final)
+            yield from self._travel(unit, at, first=first, final=final)
 
-    def _travel(self, unit: int, at: int, *, final: bool) -> Process:
+    def _travel(self, unit: int, at: int, *, first: bool, final: bool) -> Process:
         ranks, request = self._plan.topology.dp, self._plan.request
         placed, layout = self._plan.placement.units[unit], self._plan.layouts[unit]
         kept = layout.numel // placed.parts
@@ -475,12 +494,14 @@ class _Simulation:
             yield from self._resources.host(kept * DTYPE_NBYTES[request.grad_dtype] * self._speeds.copy_seconds)
         elif not placed.grad.on_device:
             yield self._resources.submit(Resource.DOWN, kept * DTYPE_NBYTES[request.grad_dtype])
+        yield from self._arenas.add_grad(unit, first=first)
+        if final and (self._landings or placed.grad.on_drive):
+            yield from self._resources.host(kept * self._speeds.norm_seconds)
         self._travelling = False
         if final and self._landings:
-            yield from self._resources.host(kept * self._speeds.norm_seconds)
             self._optimizer.hand_over(self._landings.get(at, ()))
         elif final and self._plan.policy.step_behind:
-            self._optimizer.measure(unit, kept)
+            self._optimizer.measure(unit, 0 if placed.grad.on_drive else kept)
 
     def _boundary(self) -> Process:
         """`step()`: the norm, what the program sees, and then the rest is left to the optimizer's thread."""
@@ -494,7 +515,8 @@ class _Simulation:
         if not self._landings:
             yield self._optimizer.measured
         if not self._plan.policy.step_behind:
-            kept = sum(layout.numel // placement.units[layout.index].parts for layout in trained)
+            homes = placement.units
+            kept = sum(each.numel // homes[each.index].parts for each in trained if not homes[each.index].grad.on_drive)
             yield from self._resources.host(kept * self._speeds.norm_seconds)
         yield from self._optimizer.step_visible()
         whole = [unit for unit in self._plan.refresh_order() if placement.units[unit].whole]
@@ -671,5 +693,6 @@ def _with_pools(plan: Plan, made: Plan) -> Plan:
     pools = replace(
         plan.pools, param_nbytes=plan.pools.param_nbytes * params // max(were, 1),
         states_nbytes=max(plan.pools.states_nbytes, STEP_WINDOW * largest(made, Kind.STATES)),
+        grad_nbytes=plan.pools.grad_nbytes * largest(made, Kind.GRAD) // max(largest(plan, Kind.GRAD), 1),
     )  # fmt: skip
     return replace(made, pools=pools)

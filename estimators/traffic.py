@@ -138,6 +138,7 @@ class _Count:
         self._width = DTYPE_NBYTES[plan.request.compute_dtype]
         self._grad_width = DTYPE_NBYTES[plan.request.grad_dtype]
         self._wire = DTYPE_NBYTES[plan.request.communication_dtype]
+        self._grads = nvme_specs(plan, Kind.GRAD)
         self._states = {
             spec.key.index: sum(section.nbytes for section in spec.sections)
             for spec in plan.partitions if spec.key.kind is Kind.STATES
@@ -181,6 +182,10 @@ class _Count:
                 self.add(Link.DRAM, Kind.GRAD, kept * (arrivals * (width + 2 * self._grad_width) - self._grad_width))
             if not self._accelerator or not placed.grad.on_device:
                 self.add(Link.DRAM, Kind.GRAD, kept * self._grad_width)
+            if placed.grad.on_drive:
+                # Each arrival is written; all but the first read what they are added to.
+                self.add(Link.NVME_WRITE, Kind.GRAD, arrivals * self._grads[layout.index].nbytes)
+                self.add(Link.NVME_READ, Kind.GRAD, (arrivals - 1) * self._grads[layout.index].nbytes)
 
     def steps(self) -> None:
         """The optimizer's streams, what is staged for it, and what it makes the ranks tell each other."""
@@ -211,12 +216,15 @@ class _Walk:
         self._landings = landings(plan, self._parts.in_backward)
         self._params = nvme_specs(plan, Kind.PARAM)
         self._states = states_that_move(plan)
+        self._grads = nvme_specs(plan, Kind.GRAD)
+        self._last = {unit: at for at, unit in enumerate(plan.schedule.trace)}
+        self._grad_cache = Cache(plan.pools.grad_nbytes)
         self._param_cache = Cache(plan.pools.param_nbytes)
         self._state_cache = Cache(plan.pools.states_nbytes - kept_nbytes(plan))
         self._counting = False
 
     def run(self) -> None:
-        if not self._params and not self._states:
+        if not (self._params or self._states or self._grads):
             return
         # What an earlier step has left: the arenas' contents do not depend on what came before that.
         last = [*chain.from_iterable(self._landings.values()), *self._parts.visible, *self._rest]
@@ -257,6 +265,8 @@ class _Walk:
                     self._follow(next(queue), left)
                 if gathered:
                     self._use_param(unit)
+                if index == times - 1 and self._last[unit] == at and unit in self._grads:
+                    self._grad_cache.use(unit, self._grads[unit].nbytes)
                 for group in landing.get(at, ()):
                     self._touch(group)
         for group in queue:
@@ -272,6 +282,7 @@ class _Walk:
         self._use_states(group)
         for piece in group.slices:
             self._use_param(piece.unit)
+            self._use_grad(piece.unit)
         if write:
             self._written(Kind.STATES, self._states, [group.index])
             # A unit is written once, with the last of its sub-groups, which ends where its partition ends.
@@ -288,6 +299,11 @@ class _Walk:
         spec = self._params.get(unit)
         if spec is not None and not self._param_cache.use(unit, spec.nbytes) and self._counting:
             self._count.add(Link.NVME_READ, Kind.PARAM, spec.nbytes)
+
+    def _use_grad(self, unit: int) -> None:
+        spec = self._grads.get(unit)
+        if spec is not None and not self._grad_cache.use(unit, spec.nbytes) and self._counting:
+            self._count.add(Link.NVME_READ, Kind.GRAD, spec.nbytes)
 
     def _use_states(self, group: SubGroup) -> None:
         spec = self._states.get(group.index)

@@ -70,6 +70,8 @@ class Cell:
     param: str
     optimizer: str
     ratio: float = 1.0
+    # Of gradients whose states are not on the device.
+    gradients: str = "cpu"
     seed: int = 0
     delays: accelerator.Delays | None = None
     own_collectives: bool = False
@@ -82,7 +84,7 @@ class Cell:
     @property
     def placement(self) -> tuple[object, ...]:
         """What must not."""
-        return self.param, self.optimizer, self.ratio, self.own_collectives
+        return self.param, self.optimizer, self.ratio, self.gradients, self.own_collectives
 
     def axes(self) -> tuple[object, ...]:
         """The value on each axis of the matrix."""
@@ -91,7 +93,7 @@ class Cell:
     def __str__(self) -> str:
         return (
             f"stage {self.stage} {self.precision} accumulation {self.accumulation} clip {self.clip:g} {self.ranks} "
-            f"ranks, {self.param} {self.optimizer} ratio {self.ratio:g}, seed {self.seed}"
+            f"ranks, {self.param} {self.optimizer} ratio {self.ratio:g}, gradients {self.gradients}, seed {self.seed}"
             f"{', own collectives' if self.own_collectives else ''}"
         )
 
@@ -101,7 +103,7 @@ def product(ranks: Sequence[int] = (1, 2)) -> list[Cell]:
     placements = [(3, param, optimizer) for param in TIERS for optimizer in TIERS]
     placements += [(stage, "gpu", optimizer) for stage in (0, 1, 2) for optimizer in TIERS]
     return [
-        Cell(precision, accumulation, clip, world, stage, param, optimizer, ratio)
+        Cell(precision, accumulation, clip, world, stage, param, optimizer, ratio, gradients)
         for world in ranks
         for precision in ("fp32", "bf16", "fp16")
         for accumulation in (1, 2)
@@ -109,6 +111,7 @@ def product(ranks: Sequence[int] = (1, 2)) -> list[Cell]:
         for stage, param, optimizer in placements
         # All states are on the device already where the optimizer is.
         for ratio in ((1.0,) if optimizer == "gpu" else (1.0, 0.5))
+        for gradients in (("cpu", "nvme") if optimizer == "nvme" else ("cpu",))
     ]
 
 
@@ -176,9 +179,10 @@ def run_on_accelerator(rank: int, world: int, cell: Cell, case: Case | None = No
 
 def _train(rank: int, cell: Cell, case: Case | None = None) -> str:
     with tempfile.TemporaryDirectory() as folder:
+        gradients = {"offload_gradients": {"device": cell.gradients}} if cell.optimizer != "gpu" else {}
         config = settings(
             folder, stage=cell.stage, param=cell.param, optimizer=cell.optimizer, dtype=cell.precision,
-            accumulation=cell.accumulation, clip=cell.clip, zero=TIGHT,
+            accumulation=cell.accumulation, clip=cell.clip, zero={**TIGHT, **gradients},
         )  # fmt: skip
         if cell.ratio != 1:
             config["zero_optimization"]["offload_optimizer"]["ratio"] = cell.ratio

@@ -85,6 +85,7 @@ ROWS = [
     Row("tests.compile_matrix", ("infinity/zero",)),
     Row("tests.engine.interrupt_matrix", ("infinity/engine", "infinity/memory")),
     Row("tests.engine.nonfinite_matrix", ("infinity/engine", "infinity/optim")),
+    Row("tests.gradient_matrix", (*_TRAINING, "infinity/plan")),
     Row("tests.hostile_doors", ("infinity/checkpoint", "estimators"), ("2000",)),
     Row("tests.init_from_pretrained", ("infinity/zero",)),
     Row("tests.load_shards", ("infinity/zero", "infinity/parallel")),

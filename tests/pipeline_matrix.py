@@ -99,8 +99,10 @@ def batches(step: int, row: int = 0, count: int = COUNT) -> list[dict[str, Tenso
 
 
 def configuration(drive: str, parallel: dict[str, Any], *, count: int = COUNT, **given: Any) -> dict[str, Any]:
-    """A configuration with the axes of `parallel`."""
+    """A configuration with the axes of `parallel`. Gradients of states on NVMe are there, too."""
     config = settings(drive, **given)
+    if given.get("optimizer") == "nvme":
+        config["zero_optimization"]["offload_gradients"] = {"device": "nvme"}
     config["optimizer"] = {"type": "AdamW", "params": ADAM}
     config |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": count}
     return config | ({"parallel": parallel} if parallel else {})

@@ -90,8 +90,10 @@ def batch(step: int, row: int = 0) -> dict[str, Tensor]:
 
 
 def configuration(drive: str, tensor: int, *, sequence: bool = False, **given: Any) -> dict[str, Any]:
-    """A configuration with a tensor axis."""
+    """A configuration with a tensor axis. Gradients of states on NVMe are there, too."""
     config = settings(drive, **given)
+    if given.get("optimizer") == "nvme":
+        config["zero_optimization"]["offload_gradients"] = {"device": "nvme"}
     config["optimizer"] = {"type": "AdamW", "params": ADAM}
     config["train_micro_batch_size_per_gpu"] = ROWS
     return config | {"parallel": {"tensor": tensor, "sequence": sequence}}

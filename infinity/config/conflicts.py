@@ -119,7 +119,29 @@ def _offload(config: Config) -> list[str]:
             f'zero_optimization.offload_optimizer.ratio is {optimizer.ratio:g} but device "auto" chooses the ratio: '
             "leave ratio out, or name a device"
         )
-    return complaints + _drives(config)
+    return complaints + _gradients(config) + _drives(config)
+
+
+def _gradients(config: Config) -> list[str]:
+    """Complaints about the home of gradients."""
+    name, zero = "zero_optimization.offload_gradients", config.zero_optimization
+    section, states = zero.offload_gradients, zero.offload_optimizer
+    if section is None or section.device == "auto":
+        if section is not None and section.ratio != 1:
+            return [f'{name}.ratio is {section.ratio:g} but device "auto" chooses the share: name a device']
+        return []
+    complaints = []
+    if states is None or states.device == "none":
+        complaints.append(
+            f'{name}.device is "{section.device}" but the optimizer states are on the device, and their gradients lie '
+            "beside them: set zero_optimization.offload_optimizer.device, or leave offload_gradients out"
+        )
+    if section.device in drive_names() and zero.folders_of_others(section.device) is None:
+        complaints.append(
+            f'{name}.device is "{section.device}" without a path: set {name}.nvme_path, or that of offload_optimizer '
+            "or offload_param, to a folder on the drive"
+        )
+    return complaints
 
 
 def _without_path(config: Config, section: str, device: str) -> str:
@@ -134,13 +156,15 @@ def _without_path(config: Config, section: str, device: str) -> str:
 
 def _drives(config: Config) -> list[str]:
     zero, weights = config.zero_optimization, config.aio.drive_weights
-    tiers = {each.device for each in (zero.offload_param, zero.offload_optimizer) if each is not None} & drive_names()
-    used = [path for path in (zero.drives(zero.offload_param), zero.drives(zero.offload_optimizer)) if path is not None]
+    sections = {name: getattr(zero, name) for name in ("offload_param", "offload_optimizer", "offload_gradients")}
+    tiers = {each.device for each in sections.values() if each is not None} & drive_names()
+    paths = {name: path for name, each in sections.items() if (path := zero.drives(each)) is not None}
+    used = [*paths.values()]
     if len(set(used)) > 1 and len(tiers) < 2:
+        keys = " and ".join(f"{name}.nvme_path" for name in paths)
         named = " and ".join(", ".join(path) for path in used)
         return [
-            f"zero_optimization.offload_param.nvme_path and offload_optimizer.nvme_path differ ({named}): give both "
-            "the same folder, or the same list of folders"
+            f"zero_optimization.{keys} differ ({named}): give them the same folder, or the same list of folders"
         ]
     if used and weights and len(weights) != len(used[0]):
         return [

@@ -37,6 +37,8 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "data_types.param_dtype": "not checked",
         "zero_optimization.offload_param": "parameters stay on the accelerator",
         "zero_optimization.offload_optimizer": "states stay on the accelerator",
+        "zero_optimization.offload_gradients": "gradients lie beside states on the accelerator, else in CPU memory, or "
+        "on the drive where that has no room",
         "zero_optimization.tile_parameters": tiles if stage == 3 else "no tiles, which need stage 3",
         "aio.block_size": f"from {profile}, or 1 MiB" if profile else "1 MiB",
         "aio.intra_op_parallelism": "chosen from the machine",
@@ -76,7 +78,8 @@ def idle(config: Config) -> dict[str, str]:
     """Return dotted path -> reason for each key that the user wrote and that has no effect in a resolved `config`."""
     zero = config.zero_optimization
     states, checkpoints = zero.offload_optimizer, config.activation_checkpointing.offload
-    on_drive = zero.drives(states) or zero.drives(zero.offload_param) or checkpoints.device in drive_names()
+    sections = (states, zero.offload_param, zero.offload_gradients)
+    on_drive = any(map(zero.drives, sections)) or checkpoints.device in drive_names()
     found = {}
     if zero.tile_parameters and zero.stage != 3:
         found["zero_optimization.tile_parameters"] = f"it needs stage 3, and the stage is {zero.stage}"

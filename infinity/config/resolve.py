@@ -19,7 +19,7 @@ from infinity.config.load import complaint
 from infinity.config.schema import Config
 from infinity.config.section import Absent, NoEffect, mark, replaced, reply_of, section_leaves, sections_of
 from infinity.config.training import Adam
-from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
+from infinity.config.zero import OffloadGradients, OffloadOptimizer, OffloadParam, ZeroOptimization
 
 _TOTAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -270,14 +270,26 @@ class ResolvedConfig(Mapping[str, Any]):
         return self.zero.drives(self.zero.offload_optimizer)
 
     @property
+    def grad_tier(self) -> TierName:
+        """Home of gradients whose states are not on the device."""
+        section = self.zero.offload_gradients
+        return "auto" if section is None else section.device
+
+    @property
+    def grad_share(self) -> float:
+        """Share of the gradients on the drive if `grad_tier` is one."""
+        section = self.zero.offload_gradients
+        return 1.0 if section is None else section.ratio
+
+    @property
     def nvme_path(self) -> tuple[str, ...] | None:
-        """A folder on each drive that holds optimizer states or parameters; None if NVMe holds neither."""
+        """A folder on each drive that holds values; None if NVMe holds none."""
         return self.folders("nvme")
 
     def folders(self, tier: str) -> tuple[str, ...] | None:
         """A folder on each drive of a tier of drives; None if nothing may live there."""
         devices = {tier, *(("none", "cpu", "auto") if tier == "nvme" else ())}
-        sections = (self.zero.offload_optimizer, self.zero.offload_param)
+        sections = (self.zero.offload_optimizer, self.zero.offload_param, self.zero.offload_gradients)
         found = (self.zero.drives(section) for section in sections if section is not None and section.device in devices)
         return next((path for path in found if path is not None), None)
 
@@ -358,11 +370,11 @@ class ResolvedConfig(Mapping[str, Any]):
 
 def drives(config: Config) -> tuple[str, ...]:
     """Return every folder on a drive that `config` may use; `config` need not be resolved."""
-    for name in ("offload_param", "offload_optimizer"):
+    for name in ("offload_param", "offload_optimizer", "offload_gradients"):
         if (path := f"zero_optimization.{name}.device") in config.provenance.autos:
             config = replaced(config, path, "auto")
     zero, checkpoints = config.zero_optimization, config.activation_checkpointing.offload
-    found = [zero.drives(zero.offload_optimizer), zero.drives(zero.offload_param)]
+    found = [zero.drives(each) for each in (zero.offload_optimizer, zero.offload_param, zero.offload_gradients)]
     found += [checkpoints.nvme_path] if checkpoints.device in drive_names() else []
     return tuple(dict.fromkeys(folder for folders in found for folder in folders or ()))
 
@@ -478,6 +490,7 @@ _SIZES: dict[str, tuple[str, Callable[[int], int]]] = {
 _RULES: dict[str, _Rule] = {
     "zero_optimization.offload_param.device": _by_budget,
     "zero_optimization.offload_optimizer.device": _by_budget,
+    "zero_optimization.offload_gradients.device": _by_budget,
     "kernels.liger": _where_possible,
     "bf16.enabled": _precision("bf16"),
     "fp16.enabled": _precision("fp16"),
@@ -491,7 +504,8 @@ _RULES: dict[str, _Rule] = {
 
 
 def _settle_defaults(config: Config) -> tuple[Config, dict[str, str]]:
-    """Add the default optimizer, set max_in_cpu to 0 unless it was written, and return the reasons by path.
+    """Add the default optimizer, set max_in_cpu to 0 unless it was written, give gradients the drive of the states or
+    of the parameters, and return the reasons by path.
 
     Without `conventions.default_optimizer`, or where "optimizer" is null, there is none.
     """
@@ -503,6 +517,13 @@ def _settle_defaults(config: Config) -> tuple[Config, dict[str, str]]:
     if section is not None and path not in config.provenance.given:
         config = replaced(config, path, 0)
         chosen[path] = "default: only a number that is written counts"
+    zero, gradients = config.zero_optimization, config.zero_optimization.offload_gradients
+    if gradients is not None and gradients.nvme_path is None and gradients.device in ("auto", *drive_names()):
+        tier = gradients.device if gradients.device in drive_names() else "nvme"
+        if (folders := zero.folders_of_others(tier)) is not None:
+            path = "zero_optimization.offload_gradients.nvme_path"
+            config = replaced(config, path, folders)
+            chosen[path] = "the path of offload_optimizer or offload_param"
     if not config.zero_optimization.sub_group_size:
         config = replaced(config, "zero_optimization.sub_group_size", ZeroOptimization().sub_group_size)
         chosen["zero_optimization.sub_group_size"] = "default: the file has 0"
@@ -664,7 +685,11 @@ def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig
     """Return `config` with other values at some dotted paths; a missing offload section is added with its defaults."""
     made = config.sections
     zero = made.zero_optimization
-    for name, section in (("offload_param", OffloadParam()), ("offload_optimizer", OffloadOptimizer())):
+    sections = {
+        "offload_param": OffloadParam(), "offload_optimizer": OffloadOptimizer(),
+        "offload_gradients": OffloadGradients(),
+    }  # fmt: skip
+    for name, section in sections.items():
         if getattr(zero, name) is None and any(path.startswith(f"zero_optimization.{name}.") for path in values):
             made = replaced(made, f"zero_optimization.{name}", section)
     for path, value in values.items():

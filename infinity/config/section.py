@@ -401,6 +401,13 @@ def _device(value: Any) -> str:
     return "auto" if isinstance(value, str) and value.lower() == "auto" else _home(value)
 
 
+def _grad_device(value: Any) -> str:
+    device = _device(value)
+    if device == "none":
+        raise ValueError(value)
+    return device
+
+
 def _styles(value: Any) -> dict[str, str] | None:
     if value is None:
         return None
@@ -417,6 +424,7 @@ _DTYPES = {"float32": "fp32", "float": "fp32", "torch.float32": "fp32", **_HALVE
 Dtype = Annotated[_Dtype, _one_of(_Dtype, _DTYPES)]
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _whole(0, 3))]
 Device = Annotated[str, _expected('one of "none", "cpu", "nvme", "auto"', _device)]
+GradDevice = Annotated[str, _expected('one of "cpu", "nvme", "auto"', _grad_device)]
 HomeDevice = Annotated[str, _expected('one of "none", "cpu", "nvme"', _home)]
 Styles = Annotated[dict[str, str] | None, _expected("an object of patterns and styles", _styles)]
 _ReduceOp = Literal["mean", "sum"]

@@ -16,6 +16,7 @@ from infinity.config.section import (
     Drives,
     Flag,
     Fraction,
+    GradDevice,
     Int,
     Natural,
     NoAuto,
@@ -104,6 +105,21 @@ class OffloadOptimizer(Section):
     """Share of the cores for the optimizer."""
 
 
+class OffloadGradients(Section):
+    """Ours. Home of the gradients between their arrival and the step. Those of states that are kept on the device lie
+    there with them."""
+
+    device: GradDevice = "auto"
+    """Ours. Home of the gradients: CPU memory or NVMe. "auto": CPU memory; if the plan does not fit it, the gradients
+    that the step needs last go to the drive, as many as must."""
+    nvme_path: Annotated[Drives | None, NoAuto("name a folder on the drive")] = None
+    """Ours. Folder on the drive, or a list of folders on several drives. Absent: the path of offload_optimizer or
+    offload_param."""
+    ratio: Fraction = 1.0
+    """Ours. Share of the gradients on the drive if the device is nvme; the rest, which the step needs first, is in CPU
+    memory."""
+
+
 _MOE = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -129,6 +145,7 @@ class ZeroOptimization(Section):
     """What is partitioned: nothing (0), optimizer states (1), also gradients (2), also parameters (3)."""
     offload_param: OffloadParam | None = None
     offload_optimizer: OffloadOptimizer | None = None
+    offload_gradients: OffloadGradients | None = None
     cpu_offload: Flag | None = None
     """Older form of offload_optimizer with device cpu."""
     cpu_offload_param: Flag | None = None
@@ -302,15 +319,16 @@ class ZeroOptimization(Section):
     def folders_of_others(self, tier: str) -> tuple[str, ...] | None:
         """Return the folders that a section names whose bytes do not live on another tier of drives than `tier`."""
         others = drive_names() - {tier}
-        sections = (self.offload_optimizer, self.offload_param)
+        sections = (self.offload_gradients, self.offload_optimizer, self.offload_param)
         found = [each.nvme_path for each in sections if each is not None and each.device not in others]
         return next(filter(None, found), None)
 
-    def drives(self, section: OffloadParam | OffloadOptimizer | None) -> tuple[str, ...] | None:
+    def drives(self, section: OffloadParam | OffloadOptimizer | OffloadGradients | None) -> tuple[str, ...] | None:
         """Return the folders that `section` uses, or may use if a home is chosen by budget; None if it uses none."""
-        if section is None or not (self.by_budget or section.device in drive_names()):
+        if section is None:
             return None
-        return section.nvme_path
+        by_budget = section.device == "auto" if isinstance(section, OffloadGradients) else self.by_budget
+        return section.nvme_path if by_budget or section.device in drive_names() else None
 
 
 def _flag(value: Any, key: str) -> bool:

@@ -93,9 +93,13 @@ class Arena:
         self._buffer = None
 
 
+# One for each kind of partition.
+ARENAS = tuple(kind.value for kind in (Kind.PARAM, Kind.STATES, Kind.GRAD))
+
+
 def arena_name(key: Key) -> str:
     """The arena that holds a partition of a drive while it is in memory."""
-    return "states" if key.kind is Kind.STATES else "param"
+    return key.kind.value
 
 
 class Rank(IntEnum):
@@ -119,7 +123,7 @@ class Eviction:
     """
 
     def __init__(self) -> None:
-        self._orders = {name: EvictionOrder[Partition](len(Rank)) for name in ("param", "states")}
+        self._orders = {name: EvictionOrder[Partition](len(Rank)) for name in ARENAS}
         # The number of each partition's last use.
         self._uses: dict[Key, int] = {}
         self._count = 0

@@ -59,6 +59,7 @@ def check_drives(config: ResolvedConfig) -> None:
     for key, directories in (
         (f"{zero}.offload_optimizer.nvme_path", config.optimizer_nvme_path),
         (f"{zero}.offload_param.nvme_path", config.param_nvme_path),
+        (f"{zero}.offload_gradients.nvme_path", config.zero.drives(config.zero.offload_gradients)),
         ("activation_checkpointing.offload.nvme_path", config.checkpoint_nvme_path),
     ):
         if directories is not None:

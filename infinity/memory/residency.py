@@ -54,8 +54,10 @@ class Buffers:
             with ledger.taking(Tier.CPU, {Kind.POOL: pools.staging_nbytes}, "copies of what is stepped on the CPU"):
                 self.staging = host.allocate(pools.staging_nbytes)
         self.arenas: dict[str, Arena] = {}
-        for name, nbytes in (("param", pools.param_nbytes), ("states", pools.states_nbytes)):
+        sizes = {Kind.PARAM: pools.param_nbytes, Kind.STATES: pools.states_nbytes, Kind.GRAD: pools.grad_nbytes}
+        for kind, nbytes in sizes.items():
             if nbytes:
+                name = kind.value
                 with ledger.taking(Tier.CPU, {Kind.POOL: nbytes}, f"the {name} pool"):
                     self.arenas[name] = Arena(name, host.allocate(nbytes))
 

@@ -436,6 +436,7 @@ class TieredStore:
 def open_store(config: ResolvedConfig, plan: Plan, *, rank: int, device: Device, ledger: Ledger) -> TieredStore:
     """Allocate the partitions' memory and, where the plan has extents, this rank's bytes on drives."""
     backends: dict[Tier, TierBackend] = {}
+    # Gradients lie in memory like the states that they are stepped with.
     sections = (config.zero.offload_param, config.zero.offload_optimizer)
     pin = all(section is None or section.pin_memory for section in sections)
     with ExitStack() as undo:

@@ -24,6 +24,7 @@ from infinity.plan.types import DTYPE_NBYTES, Tier, memory_names
 
 _ZERO = "zero_optimization"
 _PARAM, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
+_GRADIENTS = f"{_ZERO}.offload_gradients"
 _LIVE, _AHEAD = f"{_ZERO}.stage3_max_live_parameters", f"{_ZERO}.stage3_prefetch_bucket_size"
 _GROUP = f"{_ZERO}.sub_group_size"
 # Stands for a drive in a suggestion when the configuration names none; the plan says how much room it needs.
@@ -182,7 +183,7 @@ def _times(inputs: PlanInputs, times: int) -> PlanInputs:
 
 def smallest(inputs: PlanInputs) -> Plan:
     """The plan with as much as possible on NVMe and the least in memory: what any hardware must have for this model."""
-    keys = {**_nvme(inputs.config, "offload_param", "offload_optimizer"), f"{_ZERO}.stage": 3}
+    keys = {**_nvme(inputs.config, "offload_param", "offload_optimizer", "offload_gradients"), f"{_ZERO}.stage": 3}
     keys |= {_LIVE: _LIVE_NUMELS[-1], _AHEAD: 0, _GROUP: _group_numel(inputs)}
     return replace(inputs, config=changed(inputs.config, keys)).plan()
 
@@ -214,8 +215,9 @@ def _changes(config: ResolvedConfig, group_numel: int) -> list[dict[str, Any]]:
         different = _different(config, keys)
         if different and different not in found:
             found.append(different)
-    # A drive that is not there is further away than any key.
-    return sorted(found, key=lambda keys: (_SOME_DRIVE in keys.values(), len(keys)))
+    # A drive that is not there is further away than any key. Gradients leave memory last.
+    gradients = f"{_GRADIENTS}.device"
+    return sorted(found, key=lambda keys: (_SOME_DRIVE in keys.values(), gradients in keys, len(keys)))
 
 
 def _group_numel(inputs: PlanInputs) -> int:
@@ -240,6 +242,7 @@ def _proposals(config: ResolvedConfig, group_numel: int) -> Iterator[dict[str, A
     yield {**cpu_params, **cpu_states}
     yield {**cpu_params, **nvme_states}
     yield {**nvme_params, **nvme_states}
+    yield {**nvme_params, **nvme_states, f"{_GRADIENTS}.device": "auto"}
     for by_budget in (_by_budget(), {**_by_budget(), **_nvme_path(config)}):
         yield by_budget
         for numel in _LIVE_NUMELS:
@@ -289,16 +292,22 @@ def _hopeless(inputs: PlanInputs) -> bool:
     states = trained * states_nbytes(request)
     params = numel * DTYPE_NBYTES[request.compute_dtype]
     whole, cut = (params, 0) if request.stage < 3 else (0, params // dp)
-    # Gradients never go to NVMe: at least one of the memory tiers has them, or they have a part each.
     grads = trained * DTYPE_NBYTES[request.grad_dtype]
+    # Without a drive at least one of the memory tiers has the gradients, or they have a part each.
+    passing = request.drive and (request.grad_tier is None or request.grad_tier.on_drive)
     at_home = states if request.optimizer_share == 1 else 0
     least = {Tier.GPU: whole}
     if request.optimizer_tier is not None:
         least[request.optimizer_tier] = least.get(request.optimizer_tier, 0) + at_home
-        beside = Tier.GPU if request.optimizer_tier.on_device else Tier.CPU
-        least[beside] = least.get(beside, 0) + (grads if request.optimizer_share == 1 else 0)
+        if request.optimizer_tier.on_device:
+            least[Tier.GPU] += grads if request.optimizer_share == 1 else 0
+        elif not passing:
+            least[Tier.CPU] = least.get(Tier.CPU, 0) + (grads if request.optimizer_share == 1 else 0)
     memory = [limits.process] if limits.process is not None else [limits.gpu, limits.cpu]
-    rooms = [(memory, whole + grads), ([*memory, limits.nvme if request.drive else 0], whole + cut + grads + states)]
+    rooms = [
+        (memory, whole + (0 if passing else grads)),
+        ([*memory, limits.nvme if request.drive else 0], whole + cut + grads + states),
+    ]
     return not limits.fits(least) or any(
         None not in room and nbytes > sum(limit for limit in room if limit is not None) for room, nbytes in rooms
     )

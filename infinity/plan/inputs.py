@@ -18,6 +18,7 @@ activations. A plan that left them out would be killed in the first backward.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,13 +50,39 @@ def fitted(
     request: PlanRequest, chosen: frozenset[str], plan_of: Callable[[PlanRequest], Plan], *,
     fits: Callable[[Plan], bool], fits_at_rest: Callable[[Plan], bool], raised: bool,
 ) -> Plan:  # fmt: skip
-    """The plan that was asked for where it fits, else the first with lowered bounds that does. Where none does, the
-    smallest of them, or the one that was asked for where not even its values fit: for the caller to refuse.
+    """The plan that was asked for where it fits, else the first with lowered bounds that does. Where none does, and the
+    request leaves it open, the fewest gradients on the drive with which one fits.
+
+    Without any that fits, the smallest of the first, or the one that was asked for where not even its values fit: for
+    the caller to refuse.
 
     chosen: fields of `KEYS` that the configuration sets; they stay. fits_at_rest: whether the bytes that a plan holds
     under any bounds fit. raised: whether to search for the largest bounds that fit. A plan whose homes budgets find is
     bounded by the limits already and costs several plans itself, so that one more is enough.
     """
+
+
+    def bounded(request: PlanRequest, *, raised: bool) -> Plan:
+        return _bounded(request, chosen, plan_of, fits=fits, fits_at_rest=fits_at_rest, raised=raised)
+
+    def with_grads(parts: int) -> PlanRequest:
+        return replace(request, grad_tier=Tier.NVME, grad_share=parts / _GRAIN)
+
+    plan = bounded(request, raised=raised)
+    if fits(plan) or request.grad_tier is not None or not request.drive:
+        return plan
+    if not fits(bounded(with_grads(_GRAIN), raised=False)):
+        return plan
+    parts = range(_GRAIN + 1)
+    least = bisect_left(parts, True, lo=1, key=lambda count: fits(bounded(with_grads(count), raised=False)))
+    return bounded(with_grads(least), raised=raised)
+
+
+def _bounded(
+    request: PlanRequest, chosen: frozenset[str], plan_of: Callable[[PlanRequest], Plan], *,
+    fits: Callable[[Plan], bool], fits_at_rest: Callable[[Plan], bool], raised: bool,
+) -> Plan:  # fmt: skip
+    """The same with gradients where the request has them."""
     plan = plan_of(request)
     if fits(plan) or not fits_at_rest(plan):
         return plan
@@ -117,6 +144,8 @@ def lowered_in_words(asked: PlanRequest, plan: Plan) -> str:
     gathered, wanted = plan.pools.gathered_nbytes, min(asked.live_numel * width, sum(plan.full_nbytes()))
     if made.live_numel < asked.live_numel and gathered < wanted:
         parts.append(f"{format_bytes(gathered)} gathered at once instead of {format_bytes(wanted)}")
+    if made.grad_tier is not asked.grad_tier:
+        parts.append(f"{made.grad_share:.0%} of the gradients on NVMe instead of none")
     if made.prefetch_numel < asked.prefetch_numel:
         ahead, wanted = made.prefetch_numel * width, asked.prefetch_numel * width
         parts.append(f"{format_bytes(ahead)} read ahead instead of {format_bytes(wanted)}")
@@ -289,7 +318,8 @@ class PlanInputs:
         several = config.accumulation > 1 or not config.sections.managed_gradient_accumulation
         return PlanRequest(
             stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
-            optimizer_share=config.optimizer_share, param_cpu_numel=config.param_cpu_numel,
+            optimizer_share=config.optimizer_share, grad_tier=_tier(config.grad_tier), grad_share=config.grad_share,
+            param_cpu_numel=config.param_cpu_numel,
             state_buffers=config.state_buffers, drive=config.nvme_path is not None, compute_dtype=compute,
             grad_dtype=config.grad_accum_dtype or ("fp32" if several else compute),
             communication_dtype=config.communication_dtype or compute, moments=optimizer.moments,

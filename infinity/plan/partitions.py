@@ -59,6 +59,11 @@ def changed_by(group: SubGroup) -> list[Key]:
     return [Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)]
 
 
+def read_by(group: SubGroup) -> list[Key]:
+    """The partitions that a sub-group's step only reads: gradients."""
+    return [Key(Kind.GRAD, piece.unit) for piece in group.slices]
+
+
 def undoable(group: SubGroup, placement: Placement) -> bool:
     """Whether what a sub-group's step changes lies on NVMe, so that its old values can stay there until the step is
     known to be wanted: such a step may begin in backward. See [Note: slots].

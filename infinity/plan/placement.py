@@ -6,8 +6,12 @@ rank's PARAM partition is a view of the whole unit when the optimizer works on t
 optimizer's states otherwise, so that the split master is at hand where it is stepped.
 
 Homes may differ within one kind, where budgets decide. A unit whose states lie on several tiers keeps
-one GRAD partition, in CPU memory unless all of them are on the device; and its PARAM partition, where that would lie
+one GRAD partition, on the device only if all of them are there; and its PARAM partition, where that would lie
 beside the states, is a view of the whole unit.
+
+Gradients that are not on the device lie in CPU memory, or on a drive: those that the step needs last go there first.
+A byte of them moves twice in each micro-batch, one of states twice in a step: so they leave memory last, and only where
+no division of the rest fits (`infinity.plan.inputs.fitted`).
 
 Never released are all units below stage 3, and at stage 3 those that are too small to be worth a gather, by DeepSpeed's
 bounds `stage3_param_persistence_threshold` and `stage3_model_persistence_threshold`.
@@ -72,12 +76,13 @@ def whole_units(
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """The tier of each unit's PARAM partition, as far as it is not bound to the whole unit or to the states; and the
-    tier of each sub-group's states.
+    """The tier of each unit's PARAM partition, as far as it is not bound to the whole unit or to the states; the tier
+    of each sub-group's states; and that of each unit's GRAD partition, unless all of its states are on the device.
     """
 
     params: tuple[Tier, ...]
     states: tuple[Tier, ...]
+    grads: tuple[Tier, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,8 @@ def place(
     default = {request.optimizer_tier or Tier.GPU}
     units = tuple(
         _place_unit(
-            layout, request, dp, homes.params[layout.index], layout.index in whole, tiers.get(layout.index, default)
+            layout, request, dp, homes.params[layout.index], layout.index in whole, tiers.get(layout.index, default),
+            homes.grads[layout.index],
         )
         for layout in layouts
     )
@@ -140,9 +146,11 @@ def sums_at_boundary(request: PlanRequest, dp: int) -> bool:
 
 
 def _place_unit(
-    layout: UnitLayout, request: PlanRequest, dp: int, param: Tier, whole: bool, states: set[Tier]
+    layout: UnitLayout, request: PlanRequest, dp: int, param: Tier, whole: bool, states: set[Tier], grad: Tier
 ) -> UnitPlacement:
-    """`param`: its home where it is free to have one; `states`: the tiers of its states."""
+    """`param`: its home where it is free to have one; `states`: the tiers of its states; `grad`: the home of its
+    gradients unless these are on the device.
+    """
     if not layout.trainable:
         # A frozen unit is never stepped. If it stays whole, no rank needs a slice of its own.
         parts = 1 if whole else dp
@@ -152,7 +160,7 @@ def _place_unit(
         if whole and not (param.on_device and request.stage == 3 and dp == 1):
             # Beside the states; where a budget decides, or they are apart, the view that takes no bytes.
             (param,) = states if request.optimizer_tier is not None and len(states) == 1 else {Tier.GPU}
-    grad = Tier.GPU if all(tier.on_device for tier in states) else Tier.CPU
+    grad = Tier.GPU if all(tier.on_device for tier in states) else grad
     return UnitPlacement(parts=parts, param=param, grad=grad, whole=whole, aliased=whole and param.on_device)
 
 

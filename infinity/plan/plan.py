@@ -130,6 +130,8 @@ class Pools:
     param_nbytes: int = 0
     # Optimizer states of sub-groups on their way between NVMe and the step.
     states_nbytes: int = 0
+    # Gradients on their way between the device, NVMe and the step.
+    grad_nbytes: int = 0
     # Pinned copies of device partitions while they are stepped on the CPU.
     staging_nbytes: int = 0
     # Whole units gathered at once, beyond those that are whole for good.
@@ -138,6 +140,11 @@ class Pools:
     left_nbytes: int = 0
     # What reductions of a unit's gradients work in.
     scratch: Scratch = field(default_factory=Scratch)
+
+    @property
+    def in_cpu_nbytes(self) -> int:
+        """Bytes of the arenas in CPU memory together."""
+        return self.param_nbytes + self.states_nbytes + self.grad_nbytes + self.staging_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +350,7 @@ class Plan:
         table = self.bytes_at_home()
         _add(table, Tier.GPU, Kind.FULL, self.pools.gathered_nbytes)
         _add(table, Tier.GPU, Kind.FULL_GRAD, self.pools.left_nbytes + self.pools.scratch.nbytes)
-        _add(table, Tier.CPU, Kind.POOL, self.pools.param_nbytes + self.pools.states_nbytes + self.pools.staging_nbytes)
+        _add(table, Tier.CPU, Kind.POOL, self.pools.in_cpu_nbytes)
         return table
 
     def nbytes_by_tier(self) -> dict[Tier, int]:
@@ -415,6 +422,7 @@ def make_plan(
             Homes(
                 tuple(homes.get(Key(Kind.PARAM, index), home) for index, home in enumerate(params)),
                 tuple(homes.get(Key(Kind.STATES, index), home) for index, home in enumerate(states)),
+                draft.homes.grads,
             )
         )
 
@@ -463,7 +471,12 @@ class _Draft:
         self._params_open = request.param_tier is None and request.stage == 3
         params = self._param_homes()
         self._groups = self._sub_groups(params)
-        self.homes = Homes(params, self._state_homes())
+        self.homes = Homes(params, self._state_homes(), self._grad_homes())
+
+    @property
+    def _parts(self) -> int:
+        """Parts into which gradients and states are cut."""
+        return 1 if self._request.stage == 0 else self._topology.dp
 
     def _param_homes(self) -> tuple[Tier, ...]:
         """The home of each unit's PARAM partition. On NVMe, the first few stay in CPU memory."""
@@ -479,8 +492,7 @@ class _Draft:
 
     def _sub_groups(self, params: tuple[Tier, ...]) -> tuple[SubGroup, ...]:
         """The sub-groups: small enough for what moves, or for what is divided between tiers."""
-        request, layouts, dp = self._request, self._layouts, self._topology.dp
-        parts = 1 if request.stage == 0 else dp
+        request, layouts, dp, parts = self._request, self._layouts, self._topology.dp, self._parts
         numel = sum(layout.partition_numel(parts) for layout in layouts if layout.trainable)
         # What fills the plan with tiny sub-groups saves no memory that counts, and each costs a request to its drive.
         numel_max = max(request.sub_group_numel, min(SPLIT_NUMEL_MIN, numel // SUB_GROUPS_MAX))
@@ -502,6 +514,25 @@ class _Draft:
             here = group.numel <= room
             room -= group.numel if here else room
             homes.append(Tier.GPU if here else self._request.optimizer_tier or Tier.GPU)
+        return tuple(homes)
+
+    def _grad_homes(self) -> tuple[Tier, ...]:
+        """The home of each unit's GRAD partition unless its states are on the device. Of a share on a drive are the
+        units that the step comes to last.
+        """
+        request, first_use = self._request, dict[int, int]()
+        homes = [Tier.CPU] * len(self._layouts)
+        if request.grad_tier is None or not request.grad_tier.on_drive:
+            return tuple(homes)
+        for position, unit in enumerate(self._spec.uses):
+            first_use.setdefault(unit, position)
+        numels = {each.index: each.partition_numel(self._parts) for each in self._layouts if each.trainable}
+        room = round(request.grad_share * sum(numels.values()))
+        for unit in sorted(numels, key=lambda unit: (-first_use.get(unit, len(self._spec.uses)), -unit)):
+            if numels[unit] > room:
+                break
+            room -= numels[unit]
+            homes[unit] = request.grad_tier
         return tuple(homes)
 
     def values(self) -> list[Value]:
@@ -574,6 +605,7 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
     on_drive = {spec.key: spec.nbytes for spec in plan.partitions if spec.home.on_drive}
     params = {key: nbytes for key, nbytes in on_drive.items() if key.kind is Kind.PARAM}
     states = [nbytes for key, nbytes in on_drive.items() if key.kind is Kind.STATES]
+    grads = {key: nbytes for key, nbytes in on_drive.items() if key.kind is Kind.GRAD}
     # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
     ahead = max(plan.budget.fetch_nbytes_max, stepped_nbytes(plan.sub_groups, plan.step_order, params))
     busiest = max(params.values(), default=0) + ahead
@@ -585,6 +617,7 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
     return Pools(
         param_nbytes=min(sum(params.values()), align_up(busiest, EXTENT_ALIGNMENT)),
         states_nbytes=min(sum(states), _state_buffers(request) * max(states, default=0)),
+        grad_nbytes=_grad_nbytes(plan, grads),
         staging_nbytes=max(staged, default=0),
         gathered_nbytes=plan.schedule.peak_nbytes + around,
         left_nbytes=max(
@@ -595,6 +628,15 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
             accelerator=request.accelerator, accumulates=request.accumulates,
         ),  # fmt: skip
     )
+
+
+def _grad_nbytes(plan: Plan, grads: dict[Key, int]) -> int:
+    """Bytes of the pool of gradients on drives. While they arrive, one has a lease and the one before is written; a
+    step that goes on meanwhile has a window of its own.
+    """
+    largest = max(grads.values(), default=0)
+    stepped = stepped_nbytes(plan.sub_groups, plan.step_order, grads)
+    return min(sum(grads.values()), align_up(largest + max(largest, stepped), EXTENT_ALIGNMENT))
 
 
 def _staged_nbytes(group: SubGroup, placement: Placement, request: PlanRequest) -> int:

@@ -27,6 +27,10 @@ class PlanRequest:
     optimizer_tier: Tier | None = Tier.GPU
     # Share of the optimizer states' elements at `optimizer_tier`; the rest is on the GPU tier.
     optimizer_share: float = 1.0
+    # Of gradients whose states are not all on the GPU tier. None: CPU memory, until the request is fitted to it.
+    grad_tier: Tier | None = None
+    # Share of the gradients' elements at `grad_tier`, if that is a drive; the rest is in CPU memory.
+    grad_share: float = 1.0
     # Elements of this rank's parameters in CPU memory when `param_tier` is NVMe.
     param_cpu_numel: int = 0
     # Sub-groups whose states have memory at once where they live on NVMe, if that is more than the step needs.

@@ -9,7 +9,8 @@ Clipping by the global norm is folded into the factor that the optimizer multipl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from torch import Tensor
@@ -86,7 +87,8 @@ class Norms:
         order, and forget them. Measures what is not measured yet.
         """
         self._waiting.clear()
-        self.measure([layout.index for layout in self._trained if layout.index not in self._found], None)
+        for units in self._together([each.index for each in self._trained if each.index not in self._found]):
+            self.measure(units, None)
         found = {layout.index: self._found[layout.index] for layout in self._trained}
         self._found.clear()
         return found
@@ -127,18 +129,29 @@ class Norms:
 
         behind: the reservation of a step that may still run; it reads the gradients too, so it is not waited for.
         """
-        pieces: list[tuple[int, Slot, Tensor]] = []
-        keys = [Key(Kind.GRAD, layout.index) for layout in self._trained]
-        with self._store.read(*keys, by=behind) as partitions:
-            for layout, partition in zip(self._trained, partitions, strict=True):
-                held = partition.view(Kind.GRAD)
-                first = layout.partition_start(self._plan.placement.units[layout.index].parts, self.groups.data.index)
-                pieces += [
-                    (layout.index, overlap.slot, held[overlap.range_start : overlap.range_start + overlap.numel])
-                    for overlap in layout.overlaps(first, first + held.numel())
-                ]
-            found = _stats([tensor for *_, tensor in pieces])
-            return {(unit, slot): stats for (unit, slot, _), stats in zip(pieces, found, strict=True)}
+        found: dict[tuple[int, Slot], GradStats] = {}
+        for units in self._together([layout.index for layout in self._trained]):
+            with self._store.read(*(Key(Kind.GRAD, unit) for unit in units), by=behind) as partitions:
+                pieces: list[tuple[int, Slot, Tensor]] = []
+                for unit, partition in zip(units, partitions, strict=True):
+                    held, layout = partition.view(Kind.GRAD), self._plan.layouts[unit]
+                    first = layout.partition_start(self._plan.placement.units[unit].parts, self.groups.data.index)
+                    pieces += [
+                        (unit, overlap.slot, held[overlap.range_start : overlap.range_start + overlap.numel])
+                        for overlap in layout.overlaps(first, first + held.numel())
+                    ]
+                stats = _stats([tensor for *_, tensor in pieces])
+                found.update(((unit, slot), each) for (unit, slot, _), each in zip(pieces, stats, strict=True))
+        return found
+
+    def _together(self, units: Sequence[int]) -> Iterator[list[int]]:
+        """The units whose gradients are leased at once: all that stay in memory, each alone that passes through it."""
+        passing = [unit for unit in units if self._store[Key(Kind.GRAD, unit)].on_drive]
+        yield [unit for unit in units if unit not in passing]
+        for unit, following in zip_longest(passing, passing[1:]):
+            if following is not None:
+                self._store.prefetch(Key(Kind.GRAD, following))
+            yield [unit]
 
 
 def _stats(tensors: Sequence[Tensor]) -> list[GradStats]:

@@ -46,7 +46,7 @@ from infinity.memory.transaction import Reservation
 from infinity.ops.adam import GradStats
 from infinity.optim.update_rules import StepContext, UpdateRule
 from infinity.plan.layout import Slot, SubGroup
-from infinity.plan.partitions import SOON_UNITS, STEP_READS, first_reads
+from infinity.plan.partitions import SOON_UNITS, STEP_READS, changed_by, first_reads
 from infinity.plan.plan import Plan, UnitNumbers, model_params
 from infinity.plan.types import Key, Kind
 from infinity.step.loss_scaler import LossScaler, Skips
@@ -283,16 +283,19 @@ class OptimizerStep:
         """
         self._move(StepState.ACCUMULATING)
         self._norms.forget(unit)
-        if self._backward.early is not None and final:
+        passes = self._store[Key(Kind.GRAD, unit)].on_drive
+        if final and (passes or self._backward.early is not None):
+            # What passes through memory on its way to a drive is measured there.
             self._norms.measure([unit], None)
+        if self._backward.early is not None and final:
             self._step_early(self._backward.early, unit, arrived)
         elif final and self._plan.policy.step_behind:
             if self._backward.outstanding(unit, self._parts.hidden) == SOON_UNITS:
                 # Begin to read what the step needs first, now that backward has only a few gradients to deliver.
                 for group in first_reads(self._parts.hidden, partial(in_memory, self._store)):
-                    if not prefetch(self._store, None, group):
+                    if not self._store.prefetch(*changed_by(group)):
                         break
-            if units := self._norms.batch(unit):
+            if not passes and (units := self._norms.batch(unit)):
                 reservation = Reservation()
                 self._store.access.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
                 self._worker.submit(reservation, self._norms.measure, units, reservation)

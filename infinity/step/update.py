@@ -23,18 +23,14 @@ from infinity.memory.transaction import Reservation
 from infinity.optim.update_rules import Segment, StepContext, StepSlice, UpdateRule
 from infinity.plan.layout import SubGroup
 from infinity.plan.orders import ReadyQueue
-from infinity.plan.partitions import STEP_READS, changed_by
+from infinity.plan.partitions import STEP_READS, changed_by, read_by
 from infinity.plan.plan import Plan
 from infinity.plan.types import CACHE_LINE, Key, Kind, align_up
 
 
 def touched_by(groups: Sequence[SubGroup]) -> list[Key]:
     """Every partition that a step of these sub-groups reads or writes, once for each sub-group that does."""
-    return [key for group in groups for key in (*changed_by(group), *_grads_of(group))]
-
-
-def _grads_of(group: SubGroup) -> list[Key]:
-    return [Key(Kind.GRAD, piece.unit) for piece in group.slices]
+    return [key for group in groups for key in (*changed_by(group), *read_by(group))]
 
 
 class SubGroupUpdater:
@@ -72,7 +68,7 @@ class SubGroupUpdater:
         by: the reservation that holds the partitions, if the step runs behind the program.
         """
         with (
-            self._store.read(*_grads_of(group), by=by) as grads,
+            self._store.read(*read_by(group), by=by) as grads,
             self._store.write(*changed_by(group), by=by) as (states, *params),
         ):
             slices: list[StepSlice] = []
@@ -148,8 +144,8 @@ class SubGroupUpdater:
 
 
 def prefetch(store: TieredStore, by: Reservation | None, group: SubGroup) -> bool:
-    """Begin to read what a sub-group's step changes; False if there is no room."""
-    return store.prefetch(*changed_by(group), by=by)
+    """Begin to read what a sub-group's step needs, whose gradients are complete; False if there is no room."""
+    return store.prefetch(*changed_by(group), *read_by(group), by=by)
 
 
 def in_memory(store: TieredStore, group: SubGroup) -> bool:

@@ -52,14 +52,26 @@ class _Arrival(NamedTuple):
     lease: ExitStack
     copies: list[Transfer]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing has to be waited for, or must not be left waiting."""
+        return self.partition.on_drive or all(copy.done() for copy in self.copies)
+
 
 class GradientPartitions:
-    """Replaces or adds to partitions. Copies from the device run beside the computation; they arrive in their order."""
+    """Replaces or adds to partitions. Copies from the device run beside the computation; they arrive in their order.
+
+    What has its home on a drive passes through a pool: it is written as soon as it has arrived, and its lease ends
+    before the program does anything else, so that the pool needs room for two.
+    """
 
     def __init__(self, store: TieredStore, device: Device) -> None:
         self._store = store
         self._device = device
         self._arriving: deque[_Arrival] = deque()
+        # The unit whose gradients came after each one's, the last time; and the latest of this backward.
+        self._following: dict[Unit, Unit] = {}
+        self._latest: Unit | None = None
 
     @contextmanager
     def read(self, unit: Unit) -> Iterator[Tensor]:
@@ -68,14 +80,15 @@ class GradientPartitions:
             yield partition.view(Kind.GRAD)
 
     @contextmanager
-    def write(self, unit: Unit) -> Iterator[Tensor]:
-        """The same for writing."""
-        with self._store.write(unit.grad_key) as (partition,):
+    def write(self, unit: Unit, *, fresh: bool) -> Iterator[Tensor]:
+        """The same for writing. fresh: all of it is replaced."""
+        with self._store.write(unit.grad_key, fresh=fresh) as (partition,):
             yield partition.view(Kind.GRAD)
+        self._store.flush(unit.grad_key)
 
     def put_sums(self, unit: Unit, reduced: Reduction, *, first: bool) -> None:
         """Replace (`first`) or add this rank's slice of a sum over ranks."""
-        with self._beginning(unit) as (target, copies, before), trace.span(trace.COPY, "sum"):
+        with self._beginning(unit, first=first) as (target, copies, before), trace.span(trace.COPY, "sum"):
             if first and not self._device.is_accelerator:
                 reduced.leave_in(target)
                 return
@@ -84,7 +97,7 @@ class GradientPartitions:
 
     def put_own(self, unit: Unit, *, first: bool) -> None:
         """Replace or add the gradients on the unit's parameters, of a rank that is alone. Without one it is zero."""
-        with self._beginning(unit) as (target, copies, before):
+        with self._beginning(unit, first=first) as (target, copies, before):
             for slot, param in zip(unit.layout.slots, unit.params, strict=True):
                 piece = target[slot.offset : slot.offset + slot.numel]
                 if param.grad is not None:
@@ -94,7 +107,7 @@ class GradientPartitions:
 
     def put_zero(self, unit: Unit) -> None:
         """Replace a unit's gradients by zero."""
-        with self._beginning(unit) as (target, *_):
+        with self._beginning(unit, first=True) as (target, *_):
             target.zero_()
 
     def arrive(self, *, wait: bool = False) -> list[Unit]:
@@ -102,16 +115,19 @@ class GradientPartitions:
         have arrived with them.
         """
         arrived: list[Unit] = []
-        while self._arriving and (wait or all(copy.done() for copy in self._arriving[0].copies)):
+        while self._arriving and (wait or self._arriving[0].is_over):
             each = self._arriving.popleft()
             with each.lease, trace.span(trace.WAIT, "copy from the device", each.unit.grad_key):
                 for copy in each.copies:
                     self._device.arrived(copy)
+            self._store.flush(each.unit.grad_key)
             arrived.append(each.unit)
+        if wait:
+            self._latest = None
         return arrived
 
     @contextmanager
-    def _beginning(self, unit: Unit) -> Iterator[tuple[Tensor, list[Transfer], list[Transfer]]]:
+    def _beginning(self, unit: Unit, *, first: bool) -> Iterator[tuple[Tensor, list[Transfer], list[Transfer]]]:
         """(the partition to write, the copies that the block adds, the unit's copies that are still arriving). All of
         them hold the lease until `arrive`.
         """
@@ -120,12 +136,18 @@ class GradientPartitions:
         before: list[Transfer] = []
         with ExitStack() as lease:
             if earlier is None:
-                (partition,) = lease.enter_context(self._store.write(unit.grad_key))
+                (partition,) = lease.enter_context(self._store.write(unit.grad_key, fresh=first))
             else:
                 self._arriving.remove(earlier)
                 lease.push(earlier.lease)
                 partition, before = earlier.partition, earlier.copies
             yield partition.view(Kind.GRAD), copies, before
+            if self._latest is not None:
+                self._following[self._latest] = unit
+            self._latest = unit
+            if not first and (following := self._following.get(unit)) is not None:
+                # What is on a drive is read before the gradients that are added to it come.
+                self._store.prefetch(following.grad_key)
             self._arriving.append(_Arrival(unit, partition, lease.pop_all(), copies + before))
 
     def _put(self, target: Tensor, source: Tensor, first: bool, before: Sequence[Transfer]) -> Transfer:
@@ -356,7 +378,7 @@ class Gradients:
         and the last. Collective over these, once their own sums are there.
         """
         group = self._shared[unit]
-        with self._partitions.write(unit) as target:
+        with self._partitions.write(unit, fresh=False) as target:
             values = target.to("cpu", copy=True)
             collectives.sum_in_order(values, group, f"sum of gradients of {unit.layout.name} over stages")
             target.copy_(values)
@@ -414,7 +436,7 @@ class Gradients:
             if unit.placed.parts > 1 or self._groups.data.index == 0:
                 buffer[unit.rank_in_parts * own.numel() :][: own.numel()].copy_(own)
             return
-        with self._partitions.write(unit) as target:
+        with self._partitions.write(unit, fresh=True) as target:
             target.copy_(own)
         self._tell(unit)
 
@@ -538,7 +560,7 @@ class Gradients:
         if unit not in self._begun:
             buffer.zero_()
         self._begun.add(unit)
-        with self._partitions.write(unit) as target:
+        with self._partitions.write(unit, fresh=True) as target:
             self._reducer.reduce(unit, buffer, target)
         self._tell(unit)
 

@@ -219,7 +219,27 @@ def test_a_wrong_value_is_one_sentence_with_its_path(raw: dict[Any, Any], senten
                 }
             },
             "differ (/a and /a, /b)",
-            "give both the same folder",
+            "give them the same folder",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_gradients": {"device": "nvme"}}},
+            "offload_gradients.device is \"nvme\" without a path",
+            "set zero_optimization.offload_gradients.nvme_path, or that of offload_optimizer or offload_param",
+        ),
+        (
+            {"zero_optimization": {"offload_gradients": {"device": "cpu"}}},
+            "the optimizer states are on the device, and their gradients lie beside them",
+            "leave offload_gradients out",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_gradients": {"device": "auto", "ratio": 0.5}}},
+            'ratio is 0.5 but device "auto" chooses the share',
+            "name a device",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_gradients": {"device": "none"}}},
+            "'none'",
+            'one of "cpu", "nvme", "auto"',
         ),
         (
             {

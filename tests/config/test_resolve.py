@@ -62,6 +62,25 @@ def test_a_device_by_budget_uses_any_path_that_is_given() -> None:
     assert _resolved({"zero_optimization": {"offload_optimizer": {"device": "auto"}}}).nvme_path is None
 
 
+def test_gradients_take_the_drive_of_the_states_else_of_the_parameters() -> None:
+    def path(**sections: Any) -> Any:
+        resolved = _resolved({"zero_optimization": {"stage": 3, **sections}})
+        gradients = resolved.zero.offload_gradients
+        return (resolved.grad_tier, None if gradients is None else gradients.nvme_path, resolved.folders("nvme"))
+
+    states, params = {"device": "cpu", "nvme_path": "a"}, {"device": "nvme", "nvme_path": "b"}
+    on_drive = {"device": "nvme"}
+    assert path(offload_optimizer=states, offload_gradients=on_drive) == ("nvme", ("a",), ("a",))
+    cpu = {"device": "cpu"}
+    assert path(offload_optimizer=cpu, offload_param=params, offload_gradients=on_drive) == ("nvme", ("b",), ("b",))
+    own = {"device": "nvme", "nvme_path": "c"}
+    assert path(offload_optimizer=states, offload_gradients=own) == ("nvme", ("c",), ("c",))
+    assert path(offload_optimizer=states, offload_param=params) == ("auto", None, ("b",))
+    # A path that no home uses is only used by gradients that a section names.
+    assert path(offload_optimizer=states) == ("auto", None, None)
+    assert path(offload_optimizer=states, offload_gradients={}) == ("auto", ("a",), ("a",))
+
+
 def test_only_a_written_number_keeps_parameters_in_cpu_memory() -> None:
     section = {"device": "nvme", "nvme_path": "drive"}
     assert _resolved({"zero_optimization": {"stage": 3, "offload_param": section}}).param_cpu_numel == 0

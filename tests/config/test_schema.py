@@ -103,6 +103,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_in_cpu": 1_000_000_000,
         "pin_memory": True,
     },
+    "zero_optimization.offload_gradients": {"device": "auto", "nvme_path": None, "ratio": 1.0},
     "zero_optimization.offload_optimizer": {
         "device": "none",
         "nvme_path": None,

@@ -106,6 +106,7 @@ def test_nine_placements_give_one_result(rank_pools, tmp_path, dtype, accumulati
 def test_two_ranks_give_one_result(rank_pools, tmp_path, dtype, accumulation):
     row = {"dtype": dtype, "accumulation": accumulation, "clip": CLIP}
     rows = [{**row, "param": param, "optimizer": optimizer} for param, optimizer in CORNERS]
+    rows += [{**rows[2], **VARIANTS["gradients on NVMe"]}]
     sent = check_rows(rank_pools, tmp_path / "nvme", 2, rows)
     assert check_rows(rank_pools, tmp_path / "nvme", 2, rows[::2], reading) == sent
 
@@ -114,7 +115,8 @@ def test_two_ranks_give_one_result(rank_pools, tmp_path, dtype, accumulation):
 @pytest.mark.parametrize(*covered(stage=[0, 1, 2], dtype=["fp32", "bf16"], world=[1, 2]))
 def test_below_stage_3_the_tier_of_the_optimizer_does_not_matter(rank_pools, tmp_path, stage, dtype, world):
     row = {"stage": stage, "dtype": dtype, "accumulation": 2 if stage == 1 else 1, "clip": CLIP}
-    check_rows(rank_pools, tmp_path / "nvme", world, [{**row, "optimizer": tier} for tier in TIERS])
+    rows = [{**row, "optimizer": tier} for tier in TIERS]
+    check_rows(rank_pools, tmp_path / "nvme", world, [*rows, {**rows[2], **VARIANTS["gradients on NVMe"]}])
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -125,11 +127,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "many sub-groups": {"zero": {"sub_group_size": 640}},
     "many sub-groups without overlap": {"zero": {"sub_group_size": 640}, "overlap": False},
     "nothing fetched ahead": {"zero": {"stage3_prefetch_bucket_size": 0}},
+    "gradients on NVMe": {"zero": {"sub_group_size": 640, "offload_gradients": {"device": "nvme"}}},
+    "half of the gradients on NVMe": {"zero": {"offload_gradients": {"device": "nvme", "ratio": 0.5}}},
     # Not below four times the largest block: that would cut other units, and the norm is summed by unit.
     "little kept": {"zero": {"stage3_max_live_parameters": 9000, "stage3_max_reuse_distance": 0}},
 }
 # Those that change when ranks exchange what.
-OF_RANKS = ("no overlap", "many sub-groups", "little kept")
+OF_RANKS = ("no overlap", "many sub-groups", "little kept", "gradients on NVMe")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 import infinity.plan.plan
 from infinity.plan.capacity import Capacity
+from infinity.plan.inputs import KEYS, fitted, lowered_in_words
 from infinity.plan.partitions import STEP_WINDOW
 from infinity.plan.placement import Value, choose, fill_tiers, search_placement
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan, make_plan
@@ -178,6 +179,75 @@ def test_ratio_divides_the_states_exactly_enough(ratio, dp):
     assert 0 <= numels[CPU] - ratio * total <= 0.01 * total
     inner = [home is GPU for home in plan.placement.states]
     assert inner == sorted(inner, reverse=True), "what is nearest the input stays"
+
+
+def fitted_to(spec: ModelSpec, request: PlanRequest, capacity: Capacity) -> Plan:
+    """The plan of a request whose bounds somebody chose."""
+    def fits(plan: Plan) -> bool:
+        return capacity.fits(plan.nbytes_by_tier())
+
+    def plan_of(asked: PlanRequest) -> Plan:
+        return make_plan(spec, Topology(), asked, capacity)
+
+    return fitted(request, frozenset(KEYS), plan_of, fits=fits, fits_at_rest=fits, raised=False)
+
+
+IN_TURN = replace(AUTO, param_tier=NVME, optimizer_tier=NVME, sub_group_numel=32_000)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(("ratio", "stay"), [(0.0, 10), (0.35, 7), (0.99, 1), (1.0, 0)])
+def test_a_ratio_of_the_gradients_leaves_memory_those_stepped_last_in_front(ratio, stay, dp):
+    request = replace(IN_TURN, grad_tier=NVME, grad_share=ratio)
+    plan = make_plan(model([64_000] * 10), Topology(dp=dp), request)
+    assert [placed.grad for placed in plan.placement.units] == [CPU] * stay + [NVME] * (10 - stay)
+    assert (plan.pools.grad_nbytes > 0) == (stay < 10)
+
+
+def test_gradients_beside_states_on_the_device_stay_there():
+    request = PlanRequest(param_tier=GPU, optimizer_tier=CPU, optimizer_share=0.5, grad_tier=NVME, compute_dtype="bf16",
+                          persistence_numel=0)  # fmt: skip
+    plan = make_plan(model([64_000] * 10), Topology(), request)
+    assert [placed.grad for placed in plan.placement.units] == [GPU] * 5 + [NVME] * 5
+
+
+def test_as_many_gradients_leave_memory_as_must():
+    spec, numel = model([64_000] * 40), 40 * 64_000
+    roomy = make_plan(spec, Topology(), IN_TURN)
+    least = make_plan(spec, Topology(), replace(IN_TURN, grad_tier=NVME)).nbytes_by_tier()[CPU]
+    most = roomy.nbytes_by_tier()[CPU]
+    assert {placed.grad for placed in roomy.placement.units} == {CPU} and most - least > numel
+    counts = []
+    for limit in range(most, least - 1, (least - most) // 12):
+        plan = fitted_to(spec, IN_TURN, Capacity(cpu=limit))
+        homes = [placed.grad for placed in plan.placement.units]
+        counts.append(homes.count(NVME))
+        assert homes == sorted(homes, key=lambda home: home is NVME), "those nearest the input stay"
+        assert plan.nbytes_by_tier()[CPU] <= limit
+        if counts[-1] > 1:
+            # With one more in memory it would not fit.
+            fewer = replace(IN_TURN, grad_tier=NVME, grad_share=(counts[-1] - 1) / 40)
+            assert make_plan(spec, Topology(), fewer).nbytes_by_tier()[CPU] > limit
+            assert "of the gradients on NVMe instead of none" in lowered_in_words(IN_TURN, plan)
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] >= 35
+    # Where that does not help, where no drive is there, or memory is asked for, they stay.
+    for request, limit in (
+        (IN_TURN, least - 1), (replace(IN_TURN, grad_tier=CPU), least), (replace(IN_TURN, drive=False), least),
+    ):  # fmt: skip
+        plan = fitted_to(spec, request, Capacity(cpu=limit))
+        assert {placed.grad for placed in plan.placement.units} == {CPU}
+
+
+def test_gradients_leave_memory_after_all_states_and_parameters():
+    spec, seen = model([64_000] * 40), set()
+    request = replace(AUTO, sub_group_numel=64_000, live_numel=1, prefetch_numel=0)
+    for limit in range(1_500_000, 12_000_000, 750_000):
+        plan = fitted_to(spec, request, Capacity(gpu=600_000, cpu=limit))
+        fits, homes = Capacity(cpu=limit).fits(plan.nbytes_by_tier()), {*homes_of(plan).values()}
+        passing = NVME in {placed.grad for placed in plan.placement.units}
+        seen.add((fits, passing, CPU in homes))
+        assert not (passing and CPU in homes) and (fits or not passing)
+    assert {(True, True, False), (True, False, True)} <= seen
 
 
 def test_ratio_1_and_a_cap_of_0_change_nothing():

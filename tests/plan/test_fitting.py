@@ -35,7 +35,10 @@ def inputs(process: int | None, *, zero: dict[str, Any] | None = None) -> PlanIn
     """150 M parameters on NVMe, and one memory of so many bytes."""
     raw = {
         "bf16": {"enabled": True}, "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME, **(zero or {})},
+        "zero_optimization": {
+            "stage": 3, "offload_param": NVME, "offload_optimizer": NVME, "offload_gradients": {"device": "cpu"},
+            **(zero or {}),
+        },
     }  # fmt: skip
     return PlanInputs(
         tree(), resolve(load_config(raw), ResolveContext()), Topology(), False,
@@ -88,6 +91,18 @@ def test_what_somebody_chose_stays_and_is_named_when_only_it_would_do(whole):
     left = inputs(limit, zero={"stage3_prefetch_bucket_size": chosen["stage3_prefetch_bucket_size"]})
     lowered = left.plan()
     assert left.fits(lowered) and lowered.request.prefetch_numel == left.request.prefetch_numel
+
+
+def test_gradients_go_to_the_drive_where_lower_bounds_do_not_do(whole):
+    """Where they do, gradients stay; and gradients that leave memory make bounds no lower than they must be."""
+    shares, open_ = [], {"offload_gradients": {"device": "auto"}}
+    for share in (1.0, 0.9, 0.6, 0.5, 0.45, 0.4):
+        asked = inputs(int(whole * share), zero=open_)
+        plan = asked.plan()
+        assert asked.fits(plan)
+        shares.append(plan.request.grad_share if plan.request.grad_tier is Tier.NVME else 0.0)
+        assert (shares[-1] > 0) == (not asked.fits(inputs(int(whole * share)).plan()))
+    assert shares[0] == shares[1] == 0 and shares == sorted(shares) and shares[-1] > 0
 
 
 def test_where_the_least_is_too_much_it_is_what_the_refusal_speaks_of(whole):

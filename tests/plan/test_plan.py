@@ -163,7 +163,7 @@ def placed(
     persistent = 10_000 if small else 0
     request = PlanRequest(stage=stage, param_tier=param, optimizer_tier=states, persistence_numel=persistent)
     groups = cut_sub_groups(layouts, dp, 10**9)
-    return place(layouts, groups, request, dp, Homes((param,), (states,) * len(groups))).units[0]
+    return place(layouts, groups, request, dp, Homes((param,), (states,) * len(groups), (CPU,))).units[0]
 
 
 PLACEMENTS = [

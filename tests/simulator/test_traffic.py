@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def configuration(param: str, states: str, dtype: str, folder: Path, *, batches: int = 1, early: bool = False,
-                  overlap: bool = True, buffers: int = 4) -> dict[str, object]:  # fmt: skip
+                  overlap: bool = True, buffers: int = 4, grads: str = "cpu") -> dict[str, object]:  # fmt: skip
     def device(name: str) -> dict[str, object]:
         return {"device": name, **({"nvme_path": str(folder)} if name == "nvme" else {})}
 
@@ -51,7 +51,7 @@ def configuration(param: str, states: str, dtype: str, folder: Path, *, batches:
             "stage": 3, "sub_group_size": 50_000, "stage3_prefetch_bucket_size": 500_000,
             "stage3_param_persistence_threshold": 2000, "stage3_max_live_parameters": 1_500_000,
             "stage3_max_reuse_distance": 500_000, "offload_param": device(param),
-            "offload_optimizer": {**device(states), "buffer_count": buffers},
+            "offload_optimizer": {**device(states), "buffer_count": buffers}, "offload_gradients": device(grads),
         },
     }  # fmt: skip
 
@@ -97,6 +97,9 @@ CASES = {
     "parameters in memory, which begin none": ("cpu", "nvme", "bf16", {"early": True}),
     "begun in backward, bf16": ("nvme", "nvme", "bf16", {"early": True}),
     "begun in backward, fp32": ("nvme", "nvme", "fp32", {"early": True}),
+    "gradients": ("nvme", "nvme", "bf16", {"overlap": False, "grads": "nvme"}),
+    "gradients of four micro-batches": ("cpu", "nvme", "bf16", {"overlap": False, "batches": 4, "grads": "nvme"}),
+    "gradients, begun in backward": ("nvme", "nvme", "bf16", {"early": True, "grads": "nvme"}),
 }
 SHORT = [case for case in CASES if "fp32" not in case or "everything" in case]
 
@@ -125,6 +128,20 @@ def test_the_kernel_counts_what_the_plan_foretells(case, drive):
         assert foretold[0] / 1.02 < counted[0] < foretold[0] * 1.25
     else:
         assert foretold == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize(("batches", "early", "most"), [(1, False, 4.1), (4, False, 32.1), (1, True, 2.1)])
+def test_gradients_on_a_drive_are_written_as_they_come_and_read_once_by_a_step_that_waits(batches, early, most):
+    """Bytes a parameter and step beyond those of gradients in memory; several micro-batches add up in fp32."""
+    request = PlanRequest(
+        param_tier=Tier.NVME, optimizer_tier=Tier.NVME, compute_dtype="bf16", steps_early=early, persistence_numel=0,
+        grad_dtype="bf16" if batches == 1 else "fp32", sub_group_numel=1 << 19, accumulates=batches > 1,
+    )  # fmt: skip
+    beyond = []
+    for home in (Tier.CPU, Tier.NVME):
+        plan = make_plan(EIGHT, Topology(), replace(request, grad_tier=home))
+        beyond.append(sum(nvme(traffic(plan, accumulation=batches))))
+    assert most - 1.1 * most / 4.1 < (beyond[1] - beyond[0]) / NUMEL <= most
 
 
 def test_beside_the_forward_reads_lie_between_following_closely_and_not_at_all(drive):
