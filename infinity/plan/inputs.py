@@ -27,7 +27,7 @@ from infinity.base.sizes import format_bytes
 from infinity.config.resolve import ResolvedConfig
 from infinity.plan.capacity import Capacity
 from infinity.plan.filling import in_process, initial_nbytes
-from infinity.plan.plan import SPLIT_NUMEL_MIN, Plan, make_plan
+from infinity.plan.plan import SPLIT_NUMEL_MIN, SUB_GROUPS_MAX, Plan, make_plan
 from infinity.plan.request import OptimizerSpec, PlanRequest, optimizer_spec
 from infinity.plan.spec import ModelSpec, ModuleNode, UnitRules, checkpointed_blocks, find_units
 from infinity.plan.stages import PipelinePart, SplitPlan, StageCut, part_of, split_model
@@ -44,6 +44,8 @@ KEYS = {
 _SHARES = (1, 4, 16, 64)
 # What is gathered at once is found to one part in so many of what was asked for.
 _GRAIN = 64
+# And of the gradients, what leaves memory.
+_GRAIN_OF_GRADS = 16
 
 
 def fitted(
@@ -66,16 +68,18 @@ def fitted(
         return _bounded(request, chosen, plan_of, fits=fits, fits_at_rest=fits_at_rest, raised=raised)
 
     def with_grads(parts: int) -> PlanRequest:
-        return replace(request, grad_tier=Tier.NVME, grad_share=parts / _GRAIN)
+        return replace(request, grad_tier=Tier.NVME, grad_share=parts / _GRAIN_OF_GRADS)
 
     plan = bounded(request, raised=raised)
-    if fits(plan) or request.grad_tier is not None or not request.drive:
+
+    def fits_at_least(parts: int) -> bool:
+        *_, lowest = _steps(with_grads(parts), chosen, plan)
+        return fits(plan_of(_live(lowest, 1, chosen)))
+
+    if fits(plan) or request.grad_tier is not None or not request.drive or not fits_at_least(_GRAIN_OF_GRADS):
         return plan
-    if not fits(bounded(with_grads(_GRAIN), raised=False)):
-        return plan
-    parts = range(_GRAIN + 1)
-    least = bisect_left(parts, True, lo=1, key=lambda count: fits(bounded(with_grads(count), raised=False)))
-    return bounded(with_grads(least), raised=raised)
+    parts = bisect_left(range(_GRAIN_OF_GRADS), True, lo=1, key=fits_at_least)
+    return bounded(with_grads(parts), raised=raised)
 
 
 def _bounded(
@@ -86,7 +90,7 @@ def _bounded(
     plan = plan_of(request)
     if fits(plan) or not fits_at_rest(plan):
         return plan
-    steps = list(_steps(request, chosen))
+    steps = list(_steps(request, chosen, plan))
     smallest = plan_of(_live(steps[-1], 1, chosen))
     if not raised or not fits(smallest):
         return smallest
@@ -97,15 +101,16 @@ def _bounded(
     return smallest if "live_numel" in chosen else _raised(steps[-1], smallest, chosen, plan_of, fits)
 
 
-def _steps(request: PlanRequest, chosen: frozenset[str]) -> Iterator[PlanRequest]:
-    """The request as it is, then with less and less in flight."""
+def _steps(request: PlanRequest, chosen: frozenset[str], plan: Plan) -> Iterator[PlanRequest]:
+    """The request as it is, then with less and less in flight. plan: one of the same model."""
+    whole, least = request.sub_group_numel, sum(group.numel for group in plan.sub_groups) // SUB_GROUPS_MAX
     for share in _SHARES:
         split = max(request.split_numel // share, min(request.split_numel, SPLIT_NUMEL_MIN))
         yield _lower(
             request, chosen, split_numel=split,
             prefetch_numel=0 if share == _SHARES[-1] else request.prefetch_numel // share,
             # Where states do not move, a sub-group is not cut by the split.
-            sub_group_numel=request.sub_group_numel if share == 1 else min(request.sub_group_numel, 4 * split),
+            sub_group_numel=request.sub_group_numel if share == 1 else min(whole, max(4 * split, least)),
         )  # fmt: skip
 
 

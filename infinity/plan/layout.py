@@ -133,7 +133,8 @@ class SubGroup:
 
     @property
     def numel(self) -> int:
-        return sum(piece.numel for piece in self.slices)
+        # Asked of each of thousands, most of which are one slice.
+        return self.slices[0].numel if len(self.slices) == 1 else sum(piece.numel for piece in self.slices)
 
     def placed(self) -> Iterator[tuple[Slice, int]]:
         """Yield each slice with the place of its first element in the sub-group's states."""

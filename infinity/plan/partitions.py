@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, islice
 
 from infinity.plan.layout import SubGroup, UnitLayout
 from infinity.plan.placement import Placement
@@ -95,10 +96,15 @@ def kept_of(order: Sequence[int], sizes: Mapping[int, int], room_nbytes: int) ->
     return frozenset(found)
 
 
-def stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], params: dict[Key, int]) -> int:
-    """Bytes of PARAM partitions in memory while a window of consecutive sub-groups is stepped, at most."""
-    by_unit = {key.index: nbytes for key, nbytes in params.items()}
-    units = [{piece.unit for piece in groups[index].slices} & by_unit.keys() for index in order] if by_unit else []
+def stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], sizes: dict[Key, int]) -> int:
+    """Bytes of partitions of units in memory while a window of consecutive sub-groups is stepped, at most.
+
+    sizes: bytes of those that pass through memory.
+    """
+    by_unit = {key.index: nbytes for key, nbytes in sizes.items()}
+    # A unit may be thousands of sub-groups in a row: more of them than a window has change nothing.
+    runs = groupby(([piece.unit for piece in groups[index].slices] for index in order) if by_unit else ())
+    units = [{*those} & by_unit.keys() for those, run in runs for _ in islice(run, STEP_WINDOW)]
     windows = (set[int]().union(*units[at : at + STEP_WINDOW]) for at in range(len(units)))
     return max((sum(by_unit[unit] for unit in window) for window in windows), default=0)
 
@@ -136,7 +142,8 @@ def make_partitions(
     specs = []
     # The ends of the tiers' files.
     ends: Counter[Tier] = Counter()
-    spared = {key for group in groups if twice and undoable(group, placement) for key in changed_by(group)}
+    undone = (group for group in groups if undoable(group, placement)) if twice else ()
+    spared = {key for group in undone for key in changed_by(group)}
     for key, sections, home in made:
         extent = spare = None
         if home.on_drive and (nbytes := aligned_nbytes(sections, home)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.estimators.test_cli import FOUR_BLOCKS
 
 GB = 10**9
 LITTLE = ["--gpu", "2.2GB", "--ram", "3.8GB"]
+DRIVE = ("--nvme", "1TB")
 
 
 def wish(gpu: float, ram: float, nvme: float | None, **options: object) -> Wish:
@@ -26,19 +28,29 @@ def wish(gpu: float, ram: float, nvme: float | None, **options: object) -> Wish:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), ("gradients (bf16) are", "none lies on NVMe", "It would fit with low-rank adapters on a frozen model")),
-        (("--micro-batches", "2"), ("gradients (fp32) are", "It would fit with gradients that add up in bf16")),
-        (("--lora", "8", "--sequence", "262144"), ("activations are",)),
+        (("--gpu", "3GB", "--ram", "8.9GB"), ("gradients (bf16) are", "with low-rank adapters on a frozen model")),
+        (
+            ("--gpu", "2GB", "--ram", "4.45GB", "--micro-batches", "2"),
+            ("gradients (fp32) are", "It would fit with gradients that add up in bf16"),
+        ),
+        ((*DRIVE, "--lora", "8", "--sequence", "262144"), ("activations are",)),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_with_what_would_fit(capsys, options, said, tmp_path):
-    """Gradients of a trained parameter are in memory, wherever all else may lie."""
+    """Without a drive, the gradient of each trained parameter is in memory."""
     (tmp_path / "config.json").write_text(json.dumps(FOUR_BLOCKS))
-    model = [str(tmp_path), "--gpu", "1.3GB", "--ram", "3.4GB"] if options else ["qwen2.5-0.5b", *LITTLE]
-    assert main([*model, "--nvme", "1TB", "--sequence", "512", *options]) == 1
+    small = [str(tmp_path), "--gpu", "1.3GB", "--ram", "3.4GB"]
+    model = small if len(options) > 4 else ["qwen2.5-0.5b", *LITTLE]
+    assert main([*model, "--sequence", "512", *options]) == 1
     text = " ".join(capsys.readouterr().out.split())
     for words in said:
         assert words in text
+
+
+def test_gradients_that_memory_has_no_room_for_go_to_the_drive(capsys):
+    assert main(["qwen2.5-0.5b", *LITTLE, *DRIVE, "--sequence", "512"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"gradients \(bf16\) in CPU memory \(\d+ %\) and on NVMe \(\d+ %\)", text), text
 
 
 def test_a_table_says_what_spares_activations(capsys):
