@@ -339,6 +339,9 @@ class TieredStore:
         """Make sure that a partition has its value, or a fetch under way, after waiting for transfers and other
         parties' leases where its arena is full.
         """
+        if fresh and partition.state is State.FAILED:
+            # Nothing of what is lost is wanted.
+            self._residency.discard(partition)
         buffer = self._take_now(partition)
         while buffer is None and partition.absent:
             arena = arena_name(partition.key)

@@ -631,12 +631,14 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
 
 
 def _grad_nbytes(plan: Plan, grads: dict[Key, int]) -> int:
-    """Bytes of the pool of gradients on drives. While they arrive, one has a lease and the one before is written; a
-    step that goes on meanwhile has a window of its own.
+    """Bytes of the pool of gradients on drives. One unit's have a lease while they arrive; beside them the ones before
+    are written, or a sub-group is stepped. What a window of sub-groups needs has room, too: nothing is read twice.
     """
     largest = max(grads.values(), default=0)
+    units = ({Key(Kind.GRAD, piece.unit) for piece in group.slices} & grads.keys() for group in plan.sub_groups)
+    group = max((sum(grads[key] for key in keys) for keys in units), default=0) if grads else 0
     stepped = stepped_nbytes(plan.sub_groups, plan.step_order, grads)
-    return min(sum(grads.values()), align_up(largest + max(largest, stepped), EXTENT_ALIGNMENT))
+    return min(sum(grads.values()), align_up(max(largest + max(largest, group), stepped), EXTENT_ALIGNMENT))
 
 
 def _staged_nbytes(group: SubGroup, placement: Placement, request: PlanRequest) -> int:

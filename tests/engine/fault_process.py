@@ -1,8 +1,8 @@
 """Run by test_faults.py under its shim: one training after the other, each with a drive that fails at a chosen moment.
 
-A line of JSON in: folder, where (initialize, forward, step, flush or never), mode, watchdog, and optionally the number
-of transfers that still go through. A line of JSON out: the error with its attributes, or the digest; how long it took
-from the fault to the error, how closing went, and the files that are left.
+A line of JSON in: folder, where (initialize, forward, backward, step, flush or never), mode, watchdog, and optionally
+the number of transfers that still go through, and the home of gradients. A line of JSON out: the error with its
+attributes, or the digest; how long it took from the fault to the error, how closing went, and the files that are left.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def make(case: dict[str, Any]) -> Engine:
     config = settings(
         case["folder"], param="nvme", optimizer="nvme", watchdog_seconds=case["watchdog"],
         overlap=case.get("overlap", True),
-        zero={"sub_group_size": 2000}, aio={"intra_op_parallelism": 1},
+        zero={"sub_group_size": 2000, "offload_gradients": {"device": case.get("gradients", "cpu")}},
+        aio={"intra_op_parallelism": 1},
     )  # fmt: skip
     model = Case().model()
     return infinity.initialize(model=model, config=config, model_parameters=Case().groups(model))[0]
@@ -61,6 +62,9 @@ def train(engine: Engine, rank: int, where: str, fault: Fault) -> None:
             drop(engine)
             fault.begin()
         loss = engine(**token_batch(rank, step, positions=8))
+        if step == 2 and where == "backward":
+            drop(engine)
+            fault.begin()
         engine.backward(loss)
         if step == 2 and where in ("step", "flush"):
             if where == "step":

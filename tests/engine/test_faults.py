@@ -90,11 +90,15 @@ def check_error(reply: dict[str, Any], mode: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    *covered(mode=list(ERRNO), where=["initialize", "forward", "step", "flush"], overlap=[True, False])
+    *covered(
+        mode=list(ERRNO), where=["initialize", "forward", "backward", "step", "flush"], overlap=[True, False],
+        gradients=["cpu", "nvme"],
+    )  # fmt: skip
 )
-def test_a_failure_is_an_exception_and_the_engine_can_be_closed(faulty, tmp_path, mode, where, overlap):
-    watchdog = 1 if mode == "hang" else WATCHDOG
-    reply = faulty.ask(folder=str(tmp_path), where=where, mode=mode, overlap=overlap, watchdog=watchdog)
+def test_a_failure_is_an_exception_and_the_engine_can_be_closed(faulty, tmp_path, mode, where, overlap, gradients):
+    told = {"mode": mode, "overlap": overlap, "gradients": gradients, "watchdog": 1 if mode == "hang" else WATCHDOG}
+    watchdog = told["watchdog"]
+    reply = faulty.ask(folder=str(tmp_path), where=where, **told)
     check_error(reply, mode, tmp_path)
     # The watchdog is allowed once for the transfer, and closing may wait for it once more.
     bound = 3 * watchdog if mode == "hang" else 5

@@ -152,7 +152,7 @@ def test_a_transfer_that_fails_leaves_failed_and_others_usable(bench, fails_on_w
     for verb in (made.store.read, made.store.write):
         with pytest.raises(StateError, match="failed"), verb(A):
             pass
-    made.store.discard(A)
+    # Who replaces all of it needs nothing of what is lost.
     made.fill(A, 4)
     made.spill(A)
     assert (made.content(A) == 4).all()
