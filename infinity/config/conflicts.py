@@ -163,9 +163,8 @@ def _drives(config: Config) -> list[str]:
     if len(set(used)) > 1 and len(tiers) < 2:
         keys = " and ".join(f"{name}.nvme_path" for name in paths)
         named = " and ".join(", ".join(path) for path in used)
-        return [
-            f"zero_optimization.{keys} differ ({named}): give them the same folder, or the same list of folders"
-        ]
+        every = "both" if len(paths) == 2 else "all of them"
+        return [f"zero_optimization.{keys} differ ({named}): give {every} the same folder, or the same list of folders"]
     if used and weights and len(weights) != len(used[0]):
         return [
             f"aio.drive_weights has {len(weights)} numbers but nvme_path names {len(used[0])} folders: give one number "

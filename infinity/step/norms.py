@@ -146,7 +146,7 @@ class Norms:
 
     def _together(self, units: Sequence[int]) -> Iterator[list[int]]:
         """The units whose gradients are leased at once: all that stay in memory, each alone that passes through it."""
-        passing = [unit for unit in units if self._store[Key(Kind.GRAD, unit)].on_drive]
+        passing = [unit for unit in units if self._plan.placement.units[unit].grad.on_drive]
         yield [unit for unit in units if unit not in passing]
         for unit, following in zip_longest(passing, passing[1:]):
             if following is not None:

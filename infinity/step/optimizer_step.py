@@ -46,7 +46,7 @@ from infinity.memory.transaction import Reservation
 from infinity.ops.adam import GradStats
 from infinity.optim.update_rules import StepContext, UpdateRule
 from infinity.plan.layout import Slot, SubGroup
-from infinity.plan.partitions import SOON_UNITS, STEP_READS, changed_by, first_reads
+from infinity.plan.partitions import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.plan import Plan, UnitNumbers, model_params
 from infinity.plan.types import Key, Kind
 from infinity.step.loss_scaler import LossScaler, Skips
@@ -283,7 +283,7 @@ class OptimizerStep:
         """
         self._move(StepState.ACCUMULATING)
         self._norms.forget(unit)
-        passes = self._store[Key(Kind.GRAD, unit)].on_drive
+        passes = self._plan.placement.units[unit].grad.on_drive
         if final and (passes or self._backward.early is not None):
             # What passes through memory on its way to a drive is measured there.
             self._norms.measure([unit], None)
@@ -293,7 +293,7 @@ class OptimizerStep:
             if self._backward.outstanding(unit, self._parts.hidden) == SOON_UNITS:
                 # Begin to read what the step needs first, now that backward has only a few gradients to deliver.
                 for group in first_reads(self._parts.hidden, partial(in_memory, self._store)):
-                    if not self._store.prefetch(*changed_by(group)):
+                    if not prefetch(self._store, None, group, complete=False):
                         break
             if not passes and (units := self._norms.batch(unit)):
                 reservation = Reservation()

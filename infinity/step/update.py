@@ -143,9 +143,9 @@ class SubGroupUpdater:
         )  # fmt: skip
 
 
-def prefetch(store: TieredStore, by: Reservation | None, group: SubGroup) -> bool:
-    """Begin to read what a sub-group's step needs, whose gradients are complete; False if there is no room."""
-    return store.prefetch(*changed_by(group), *read_by(group), by=by)
+def prefetch(store: TieredStore, by: Reservation | None, group: SubGroup, *, complete: bool = True) -> bool:
+    """Begin to read what a sub-group's step needs, gradients only if they are complete; False if there is no room."""
+    return store.prefetch(*changed_by(group), *(read_by(group) if complete else ()), by=by)
 
 
 def in_memory(store: TieredStore, group: SubGroup) -> bool:

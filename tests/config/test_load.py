@@ -219,7 +219,7 @@ def test_a_wrong_value_is_one_sentence_with_its_path(raw: dict[Any, Any], senten
                 }
             },
             "differ (/a and /a, /b)",
-            "give them the same folder",
+            "give both the same folder",
         ),
         (
             {"zero_optimization": {"cpu_offload": True, "offload_gradients": {"device": "nvme"}}},

@@ -100,11 +100,12 @@ def test_a_step_that_waits_for_the_norm_reads_its_first_states_during_backward(t
     reads: list[SubGroup] = []
     plain = optimizer_step.prefetch
 
-    def prefetch(store: Any, by: Any, group: SubGroup) -> bool:
+    def prefetch(store: Any, by: Any, group: SubGroup, *, complete: bool = True) -> bool:
         # Before the step there is nothing that it has reserved.
         if by is None:
             reads.append(group)
-        return plain(store, by, group)
+        assert complete == (by is not None), "gradients that are still to come are not read"
+        return plain(store, by, group, complete=complete)
 
     def backward(engine: Any, loss: Tensor) -> None:
         # Nothing is being written: there is room.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infinity.ops.adam import GradStats
-from infinity.plan.types import Key, Kind
+from infinity.plan.types import Key, Kind, Tier
 from infinity.step import norms
 from infinity.step.norms import Norms
 
@@ -52,7 +52,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> Norms:
         )
         for index in range(len(UNITS))
     ]
-    placement = SimpleNamespace(units=[SimpleNamespace(parts=1) for _ in UNITS])
+    placement = SimpleNamespace(units=[SimpleNamespace(parts=1, grad=Tier.CPU) for _ in UNITS])
     plan = SimpleNamespace(layouts=layouts, placement=placement, pipeline=None, told_elsewhere=frozenset())
     groups = SimpleNamespace(data=SimpleNamespace(index=0))
     return Norms(plan, Store(), groups)  # type: ignore[arg-type]
