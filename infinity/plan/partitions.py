@@ -96,7 +96,9 @@ def kept_of(order: Sequence[int], sizes: Mapping[int, int], room_nbytes: int) ->
     return frozenset(found)
 
 
-def stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], sizes: dict[Key, int]) -> int:
+def stepped_nbytes(
+    groups: tuple[SubGroup, ...], order: tuple[int, ...], sizes: dict[Key, int], window: int = STEP_WINDOW
+) -> int:
     """Bytes of partitions of units in memory while a window of consecutive sub-groups is stepped, at most.
 
     sizes: bytes of those that pass through memory.
@@ -104,9 +106,9 @@ def stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], sizes: 
     by_unit = {key.index: nbytes for key, nbytes in sizes.items()}
     # A unit may be thousands of sub-groups in a row: more of them than a window has change nothing.
     runs = groupby(([piece.unit for piece in groups[index].slices] for index in order) if by_unit else ())
-    units = [{*those} & by_unit.keys() for those, run in runs for _ in islice(run, STEP_WINDOW)]
-    windows = (set[int]().union(*units[at : at + STEP_WINDOW]) for at in range(len(units)))
-    return max((sum(by_unit[unit] for unit in window) for window in windows), default=0)
+    units = [{*those} & by_unit.keys() for those, run in runs for _ in islice(run, window)]
+    windows = (set[int]().union(*units[at : at + window]) for at in range(len(units)))
+    return max((sum(by_unit[unit] for unit in each) for each in windows), default=0)
 
 
 def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -> list[tuple[Kind, str]]:

@@ -607,8 +607,7 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
     states = [nbytes for key, nbytes in on_drive.items() if key.kind is Kind.STATES]
     grads = {key: nbytes for key, nbytes in on_drive.items() if key.kind is Kind.GRAD}
     # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
-    ahead = max(plan.budget.fetch_nbytes_max, stepped_nbytes(plan.sub_groups, plan.step_order, params))
-    busiest = max(params.values(), default=0) + ahead
+    busiest = max(params.values(), default=0) + max(plan.budget.fetch_nbytes_max, _stepped_nbytes(plan, params))
     staged = [
         _staged_nbytes(group, placement, request)
         for group, home in zip(plan.sub_groups, placement.states, strict=True)
@@ -632,13 +631,21 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
 
 def _grad_nbytes(plan: Plan, grads: dict[Key, int]) -> int:
     """Bytes of the pool of gradients on drives. One unit's have a lease while they arrive; beside them the ones before
-    are written, or a sub-group is stepped. What a window of sub-groups needs has room, too: nothing is read twice.
+    are written, or a sub-group is stepped, and what a window of sub-groups needs has room. Where nothing is read ahead,
+    each waits for the one before.
     """
-    largest = max(grads.values(), default=0)
-    units = ({Key(Kind.GRAD, piece.unit) for piece in group.slices} & grads.keys() for group in plan.sub_groups)
-    group = max((sum(grads[key] for key in keys) for keys in units), default=0) if grads else 0
-    stepped = stepped_nbytes(plan.sub_groups, plan.step_order, grads)
-    return min(sum(grads.values()), align_up(max(largest + max(largest, group), stepped), EXTENT_ALIGNMENT))
+    largest, stepped = max(grads.values(), default=0), _stepped_nbytes(plan, grads)
+    room = largest + stepped if plan.request.prefetch_numel else max(largest, stepped)
+    return min(sum(grads.values()), align_up(room, EXTENT_ALIGNMENT))
+
+
+def _stepped_nbytes(plan: Plan, sizes: dict[Key, int]) -> int:
+    """Bytes of partitions of units in memory while sub-groups are stepped: a window of them, or, where nothing is read
+    ahead, one at a time.
+    """
+    return stepped_nbytes(
+        plan.sub_groups, plan.step_order, sizes, window=STEP_WINDOW if plan.request.prefetch_numel else 1
+    )
 
 
 def _staged_nbytes(group: SubGroup, placement: Placement, request: PlanRequest) -> int:

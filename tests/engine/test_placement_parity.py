@@ -129,6 +129,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nothing fetched ahead": {"zero": {"stage3_prefetch_bucket_size": 0}},
     "gradients on NVMe": {"zero": {"sub_group_size": 640, "offload_gradients": {"device": "nvme"}}},
     "half of the gradients on NVMe": {"zero": {"offload_gradients": {"device": "nvme", "ratio": 0.5}}},
+    "gradients in the smallest pool": {"zero": {
+        "sub_group_size": 640, "stage3_prefetch_bucket_size": 0, "offload_gradients": {"device": "nvme"}
+    }},
     # Not below four times the largest block: that would cut other units, and the norm is summed by unit.
     "little kept": {"zero": {"stage3_max_live_parameters": 9000, "stage3_max_reuse_distance": 0}},
 }
