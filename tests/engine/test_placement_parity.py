@@ -106,7 +106,7 @@ def test_nine_placements_give_one_result(rank_pools, tmp_path, dtype, accumulati
 def test_two_ranks_give_one_result(rank_pools, tmp_path, dtype, accumulation):
     row = {"dtype": dtype, "accumulation": accumulation, "clip": CLIP}
     rows = [{**row, "param": param, "optimizer": optimizer} for param, optimizer in CORNERS]
-    rows += [{**rows[2], **VARIANTS["gradients on NVMe"]}]
+    rows += [{**rows[2], **VARIANTS["gradients in the smallest pool"]}]
     sent = check_rows(rank_pools, tmp_path / "nvme", 2, rows)
     assert check_rows(rank_pools, tmp_path / "nvme", 2, rows[::2], reading) == sent
 
