@@ -32,8 +32,8 @@ WIDTH = 100
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
 # Kinds without which it would fit, and what there is to say of them.
 _WHY = {
-    Kind.GRAD: "each trained parameter has one. Put parameters or states on NVMe, and what of them has no room goes "
-    "there, too; or train fewer (--lora RANK), on more ranks",
+    Kind.GRAD: "each trained parameter has one. With parameters or states on NVMe, gradients without room go there, "
+    "too; or train fewer parameters (--lora RANK), on more ranks",
     Kind.ACTIVATION: "shorter sequences or a smaller batch have fewer",
 }
 _UNIT = re.compile(r"(\d) ([kMGT]?B\b|%|s\b|ms\b|days\b|min\b)")

@@ -236,6 +236,7 @@ class TimedArena:
         index = spec.key.index
         if index not in self._held:
             yield from self._make_room(spec.nbytes, wait=True)
+        if index not in self._held:
             self._room -= spec.nbytes
             self._held[index] = spec, Job((Resource.WRITE, spec.home), 0.0, done=True)
         self._order.use(index)

@@ -637,8 +637,8 @@ def states_nbytes_of(
     found = dict.fromkeys(Tier, 0)
     found[param] += numel * width // (ranks if stage == 3 else 1)
     found[states] += trained * moments // ranks
-    if not (states.on_drive or param.on_drive) or states.on_device:
-        # Where there is a drive, gradients that memory has no room for go there.
+    # Where there is a drive, gradients that memory has no room for go there.
+    if states.on_device or not (states.on_drive or param.on_drive):
         found[Tier.GPU if states.on_device else Tier.CPU] += trained * width // ranks
     if not machine.accelerator:
         found[Tier.CPU] += found[Tier.GPU]

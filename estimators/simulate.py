@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 
 from estimators.resources import Flag, Job, Process, QueueKey, Resource, ResourceQueues, TimedArena
 from estimators.traffic import kept_nbytes, landings, nvme_specs, states_that_move, uses
@@ -101,7 +101,7 @@ class _Account:
 
 
 class _Arenas:
-    """What of the optimizer states and of the parameters on NVMe is in memory."""
+    """What of the optimizer states, the parameters and the gradients on NVMe is in memory."""
 
     def __init__(self, plan: Plan, resources: ResourceQueues) -> None:
         self._plan = plan
@@ -140,14 +140,13 @@ class _Arenas:
 
     def fetch(self, group: SubGroup) -> Process:
         """Bring what a sub-group's step needs into memory."""
-        yield from self._fetch(group, wait=True)
-        yield from self._fetch_grads(group, wait=True)
+        return self._fetch(group, wait=True, complete=True)
 
     def fetch_now(self, group: SubGroup, *, complete: bool = True) -> bool:
         """Submit the reads of a sub-group as far as there is room. Returns whether its states are there or coming.
         complete: whether its gradients are.
         """
-        for _ in chain(self._fetch(group, wait=False), self._fetch_grads(group, wait=False) if complete else ()):
+        for _ in self._fetch(group, wait=False, complete=complete):
             raise AssertionError("what does not wait has waited")
         return group.index not in self._states or group.index in self._state_arena
 
@@ -165,15 +164,13 @@ class _Arenas:
         ends = (piece.unit for piece in group.slices if self._plan.ends_partition(piece))
         return jobs + [self._param_arena.write(unit) for unit in ends if unit in self._params]
 
-    def _fetch(self, group: SubGroup, *, wait: bool) -> Process:
+    def _fetch(self, group: SubGroup, *, wait: bool, complete: bool) -> Process:
         if group.index in self._states:
             yield from self._state_arena.fetch(self._states[group.index], wait=wait)
         for piece in group.slices:
             yield from self.fetch_param(piece.unit, wait=wait)
-
-    def _fetch_grads(self, group: SubGroup, *, wait: bool) -> Process:
         for piece in group.slices:
-            if piece.unit in self._grads:
+            if complete and piece.unit in self._grads:
                 yield from self._grad_arena.fetch(self._grads[piece.unit], wait=wait)
 
 

@@ -214,22 +214,25 @@ class _Walk:
         self._parts = plan.step_parts()
         self._rest = self._parts.after_backward
         self._landings = landings(plan, self._parts.in_backward)
-        self._params = nvme_specs(plan, Kind.PARAM)
-        self._states = states_that_move(plan)
-        self._grads = nvme_specs(plan, Kind.GRAD)
+        # What moves of each kind, and the arena through which it does.
+        self._specs = {
+            Kind.PARAM: nvme_specs(plan, Kind.PARAM), Kind.STATES: states_that_move(plan),
+            Kind.GRAD: nvme_specs(plan, Kind.GRAD),
+        }  # fmt: skip
+        self._caches = {
+            Kind.PARAM: Cache(plan.pools.param_nbytes),
+            Kind.STATES: Cache(plan.pools.states_nbytes - kept_nbytes(plan)), Kind.GRAD: Cache(plan.pools.grad_nbytes),
+        }  # fmt: skip
         self._last = {unit: at for at, unit in enumerate(plan.schedule.trace)}
-        self._grad_cache = Cache(plan.pools.grad_nbytes)
-        self._param_cache = Cache(plan.pools.param_nbytes)
-        self._state_cache = Cache(plan.pools.states_nbytes - kept_nbytes(plan))
         self._counting = False
 
     def run(self) -> None:
-        if not (self._params or self._states or self._grads):
+        if not any(self._specs.values()):
             return
         # What an earlier step has left: the arenas' contents do not depend on what came before that.
         last = [*chain.from_iterable(self._landings.values()), *self._parts.visible, *self._rest]
         for group in last[-_WARM_GROUPS:]:
-            self._use_states(group)
+            self._use(Kind.STATES, group.index)
         self._passes(1, [])
         self._counting = True
         if self._landings and not self._rest:
@@ -248,7 +251,7 @@ class _Walk:
             self._touch(group)
         for layout, placed in zip(self._plan.layouts, self._plan.placement.units, strict=True):
             if placed.whole and layout.trainable:
-                self._use_param(layout.index)
+                self._use(Kind.PARAM, layout.index)
         return self._resident_first(rest)
 
     def _passes(self, times: int, rest: Sequence[SubGroup]) -> None:
@@ -264,9 +267,11 @@ class _Walk:
                 while left.get(unit):
                     self._follow(next(queue), left)
                 if gathered:
-                    self._use_param(unit)
-                if index == times - 1 and self._last[unit] == at and unit in self._grads:
-                    self._grad_cache.use(unit, self._grads[unit].nbytes)
+                    self._use(Kind.PARAM, unit)
+                grad = self._specs[Kind.GRAD].get(unit)
+                if grad is not None and index == times - 1 and self._last[unit] == at:
+                    # It lands, from where no drive is read.
+                    self._caches[Kind.GRAD].use(unit, grad.nbytes)
                 for group in landing.get(at, ()):
                     self._touch(group)
         for group in queue:
@@ -279,41 +284,33 @@ class _Walk:
 
     def _touch(self, group: SubGroup, *, write: bool = True) -> None:
         """Step one sub-group, or only fetch it."""
-        self._use_states(group)
+        self._use(Kind.STATES, group.index)
         for piece in group.slices:
-            self._use_param(piece.unit)
-            self._use_grad(piece.unit)
+            self._use(Kind.PARAM, piece.unit)
+            self._use(Kind.GRAD, piece.unit)
         if write:
-            self._written(Kind.STATES, self._states, [group.index])
+            self._written(Kind.STATES, [group.index])
             # A unit is written once, with the last of its sub-groups, which ends where its partition ends.
             ends = [piece.unit for piece in group.slices if self._plan.ends_partition(piece)]
-            self._written(Kind.PARAM, self._params, ends)
+            self._written(Kind.PARAM, ends)
 
-    def _written(self, kind: Kind, specs: Mapping[int, PartitionSpec], indices: Iterable[int]) -> None:
+    def _written(self, kind: Kind, indices: Iterable[int]) -> None:
+        specs = self._specs[kind]
         if self._counting:
             for index in indices:
                 if index in specs:
                     self._count.add(Link.NVME_WRITE, kind, specs[index].nbytes)
 
-    def _use_param(self, unit: int) -> None:
-        spec = self._params.get(unit)
-        if spec is not None and not self._param_cache.use(unit, spec.nbytes) and self._counting:
-            self._count.add(Link.NVME_READ, Kind.PARAM, spec.nbytes)
-
-    def _use_grad(self, unit: int) -> None:
-        spec = self._grads.get(unit)
-        if spec is not None and not self._grad_cache.use(unit, spec.nbytes) and self._counting:
-            self._count.add(Link.NVME_READ, Kind.GRAD, spec.nbytes)
-
-    def _use_states(self, group: SubGroup) -> None:
-        spec = self._states.get(group.index)
-        if spec is not None and not self._state_cache.use(group.index, spec.nbytes) and self._counting:
-            self._count.add(Link.NVME_READ, Kind.STATES, spec.nbytes)
+    def _use(self, kind: Kind, index: int) -> None:
+        """Use a partition, which is read unless its arena still has it."""
+        spec = self._specs[kind].get(index)
+        if spec is not None and not self._caches[kind].use(index, spec.nbytes) and self._counting:
+            self._count.add(Link.NVME_READ, kind, spec.nbytes)
 
     def _resident_first(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
         return sorted(groups, key=lambda group: not self._ready(group))
 
     def _ready(self, group: SubGroup) -> bool:
         """Whether it can be stepped without a read."""
-        units = {piece.unit for piece in group.slices} & self._params.keys()
-        return group.index in self._state_cache and all(unit in self._param_cache for unit in units)
+        units = {piece.unit for piece in group.slices} & self._specs[Kind.PARAM].keys()
+        return group.index in self._caches[Kind.STATES] and all(unit in self._caches[Kind.PARAM] for unit in units)

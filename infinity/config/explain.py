@@ -78,8 +78,7 @@ def idle(config: Config) -> dict[str, str]:
     """Return dotted path -> reason for each key that the user wrote and that has no effect in a resolved `config`."""
     zero = config.zero_optimization
     states, checkpoints = zero.offload_optimizer, config.activation_checkpointing.offload
-    sections = (states, zero.offload_param, zero.offload_gradients)
-    on_drive = any(map(zero.drives, sections)) or checkpoints.device in drive_names()
+    on_drive = any(map(zero.drives, zero.offloads)) or checkpoints.device in drive_names()
     found = {}
     if zero.tile_parameters and zero.stage != 3:
         found["zero_optimization.tile_parameters"] = f"it needs stage 3, and the stage is {zero.stage}"

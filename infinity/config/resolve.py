@@ -289,8 +289,7 @@ class ResolvedConfig(Mapping[str, Any]):
     def folders(self, tier: str) -> tuple[str, ...] | None:
         """A folder on each drive of a tier of drives; None if nothing may live there."""
         devices = {tier, *(("none", "cpu", "auto") if tier == "nvme" else ())}
-        sections = (self.zero.offload_optimizer, self.zero.offload_param, self.zero.offload_gradients)
-        found = (self.zero.drives(section) for section in sections if section is not None and section.device in devices)
+        found = (self.zero.drives(section) for section in self.zero.offloads if section.device in devices)
         return next((path for path in found if path is not None), None)
 
     @property
@@ -374,7 +373,7 @@ def drives(config: Config) -> tuple[str, ...]:
         if (path := f"zero_optimization.{name}.device") in config.provenance.autos:
             config = replaced(config, path, "auto")
     zero, checkpoints = config.zero_optimization, config.activation_checkpointing.offload
-    found = [zero.drives(each) for each in (zero.offload_optimizer, zero.offload_param, zero.offload_gradients)]
+    found = [zero.drives(section) for section in zero.offloads]
     found += [checkpoints.nvme_path] if checkpoints.device in drive_names() else []
     return tuple(dict.fromkeys(folder for folders in found for folder in folders or ()))
 
@@ -518,8 +517,8 @@ def _settle_defaults(config: Config) -> tuple[Config, dict[str, str]]:
         config = replaced(config, path, 0)
         chosen[path] = "default: only a number that is written counts"
     zero, gradients = config.zero_optimization, config.zero_optimization.offload_gradients
-    if gradients is not None and gradients.nvme_path is None and gradients.device in ("auto", *drive_names()):
-        tier = gradients.device if gradients.device in drive_names() else "nvme"
+    if gradients is not None and gradients.nvme_path is None and gradients.device != "cpu":
+        tier = "nvme" if gradients.device == "auto" else gradients.device
         if (folders := zero.folders_of_others(tier)) is not None:
             path = "zero_optimization.offload_gradients.nvme_path"
             config = replaced(config, path, folders)

@@ -111,7 +111,7 @@ class OffloadGradients(Section):
 
     device: GradDevice = "auto"
     """Ours. Home of the gradients: CPU memory or NVMe. "auto": CPU memory; if the plan does not fit it, the gradients
-    that the step needs last go to the drive, as many as must."""
+    that the step needs last go to the drive, and no more than must."""
     nvme_path: Annotated[Drives | None, NoAuto("name a folder on the drive")] = None
     """Ours. Folder on the drive, or a list of folders on several drives. Absent: the path of offload_optimizer or
     offload_param."""
@@ -316,11 +316,16 @@ class ZeroOptimization(Section):
         sections = (self.offload_param, self.offload_optimizer)
         return any(section is not None and section.device == "auto" for section in sections)
 
+    @property
+    def offloads(self) -> list[OffloadParam | OffloadOptimizer | OffloadGradients]:
+        """The sections that are there and name homes; of several paths that of the first counts."""
+        sections = (self.offload_optimizer, self.offload_param, self.offload_gradients)
+        return [section for section in sections if section is not None]
+
     def folders_of_others(self, tier: str) -> tuple[str, ...] | None:
         """Return the folders that a section names whose bytes do not live on another tier of drives than `tier`."""
         others = drive_names() - {tier}
-        sections = (self.offload_gradients, self.offload_optimizer, self.offload_param)
-        found = [each.nvme_path for each in sections if each is not None and each.device not in others]
+        found = [each.nvme_path for each in self.offloads if each.device not in others]
         return next(filter(None, found), None)
 
     def drives(self, section: OffloadParam | OffloadOptimizer | OffloadGradients | None) -> tuple[str, ...] | None:

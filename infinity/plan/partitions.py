@@ -31,14 +31,20 @@ STEP_WINDOW = 1 + STEP_READS + 2
 SOON_UNITS = 2
 
 
+def first_uses(uses: Sequence[int]) -> dict[int, int]:
+    """The position at which each unit is used first."""
+    first: dict[int, int] = {}
+    for position, unit in enumerate(uses):
+        first.setdefault(unit, position)
+    return first
+
+
 def step_order_of(groups: tuple[SubGroup, ...], placement: Placement, uses: tuple[int, ...]) -> tuple[int, ...]:
     """Indices of sub-groups: first those with units that stay whole, which are up to date once a step is over (the ones
     that go on beside its end last); then in the order in which the next forward needs their parameters, so that the
     step may go on beside it.
     """
-    first_use: dict[int, int] = {}
-    for position, unit in enumerate(uses):
-        first_use.setdefault(unit, position)
+    first_use = first_uses(uses)
     # There are thousands of sub-groups and few units.
     ranks = [
         (not placed.whole or placed.refreshed_apart, not placed.whole or placed.refreshed_at_use,

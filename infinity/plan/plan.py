@@ -30,6 +30,7 @@ from infinity.plan.layout import Slice, SubGroup, UnitLayout, cut_sub_groups, ma
 from infinity.plan.partitions import (
     STEP_WINDOW,
     fetch_nbytes_by_unit,
+    first_uses,
     kept_of,
     make_partitions,
     states_kinds,
@@ -419,10 +420,10 @@ def make_plan(
     def settled(homes: Mapping[Key, Tier]) -> Plan:
         params, states = draft.homes.params, draft.homes.states
         return draft.plan(
-            Homes(
-                tuple(homes.get(Key(Kind.PARAM, index), home) for index, home in enumerate(params)),
-                tuple(homes.get(Key(Kind.STATES, index), home) for index, home in enumerate(states)),
-                draft.homes.grads,
+            replace(
+                draft.homes,
+                params=tuple(homes.get(Key(Kind.PARAM, index), home) for index, home in enumerate(params)),
+                states=tuple(homes.get(Key(Kind.STATES, index), home) for index, home in enumerate(states)),
             )
         )
 
@@ -520,15 +521,13 @@ class _Draft:
         """The home of each unit's GRAD partition unless its states are on the device. Of a share on a drive are the
         units that the step comes to last.
         """
-        request, first_use = self._request, dict[int, int]()
+        request, first_use, never = self._request, first_uses(self._spec.uses), len(self._spec.uses)
         homes = [Tier.CPU] * len(self._layouts)
         if request.grad_tier is None or not request.grad_tier.on_drive:
             return tuple(homes)
-        for position, unit in enumerate(self._spec.uses):
-            first_use.setdefault(unit, position)
         numels = {each.index: each.partition_numel(self._parts) for each in self._layouts if each.trainable}
         room = round(request.grad_share * sum(numels.values()))
-        for unit in sorted(numels, key=lambda unit: (-first_use.get(unit, len(self._spec.uses)), -unit)):
+        for unit in sorted(numels, key=lambda unit: (first_use.get(unit, never), unit), reverse=True):
             if numels[unit] > room:
                 break
             room -= numels[unit]

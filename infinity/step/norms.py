@@ -146,8 +146,9 @@ class Norms:
 
     def _together(self, units: Sequence[int]) -> Iterator[list[int]]:
         """The units whose gradients are leased at once: all that stay in memory, each alone that passes through it."""
-        passing = [unit for unit in units if self._plan.placement.units[unit].grad.on_drive]
-        yield [unit for unit in units if unit not in passing]
+        homes = self._plan.placement.units
+        yield [unit for unit in units if not homes[unit].grad.on_drive]
+        passing = [unit for unit in units if homes[unit].grad.on_drive]
         for unit, following in zip_longest(passing, passing[1:]):
             if following is not None:
                 self._store.prefetch(Key(Kind.GRAD, following))

@@ -53,16 +53,16 @@ class _Arrival(NamedTuple):
     copies: list[Transfer]
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing has to be waited for, or must not be left waiting."""
+    def ends_now(self) -> bool:
+        """Whether its copies are over, or are waited for, because the lease is of a pool's room."""
         return self.partition.on_drive or all(copy.done() for copy in self.copies)
 
 
 class GradientPartitions:
     """Replaces or adds to partitions. Copies from the device run beside the computation; they arrive in their order.
 
-    What has its home on a drive passes through a pool: it is written as soon as it has arrived, and its lease ends
-    before the program does anything else, so that the pool needs room for two.
+    What has its home on a drive passes through a pool: its copies are waited for and its lease ends at once, so that
+    the program never holds more than one unit's room; it is written while the program goes on.
     """
 
     def __init__(self, store: TieredStore, device: Device) -> None:
@@ -115,7 +115,7 @@ class GradientPartitions:
         have arrived with them.
         """
         arrived: list[Unit] = []
-        while self._arriving and (wait or self._arriving[0].is_over):
+        while self._arriving and (wait or self._arriving[0].ends_now):
             each = self._arriving.popleft()
             with each.lease, trace.span(trace.WAIT, "copy from the device", each.unit.grad_key):
                 for copy in each.copies:
