@@ -56,7 +56,7 @@ def notes(config: Config) -> dict[str, str]:
     found = {}
     if config.hardware_profile:
         found["aio.queue_depth"] = f"from {config.hardware_profile} if it lists the drive"
-    found["zero_optimization.offload_optimizer.buffer_count"] = "never fewer than five"
+    found["zero_optimization.offload_optimizer.buffer_count"] = "never fewer than five where anything is read ahead"
     return found
 
 

@@ -78,7 +78,8 @@ class OffloadOptimizer(Section):
     (or by aio.drive_weights); required when the device is nvme, and what "auto" may use."""
     buffer_count: Annotated[Natural, Differs("it counts sub-groups, and is at least five")] = 4
     """Sub-groups whose states are in memory at once if the device is nvme, at least five: one is stepped while four are
-    read and written. The states of any further sub-groups stay in memory between steps and are not read or written."""
+    read and written. The states of any further sub-groups stay in memory between steps and are not read or written.
+    Where nothing is read ahead (stage3_prefetch_bucket_size = 0, which memory may demand), as few as one."""
     pin_memory: Flag = True
     """Page-lock the CPU memory."""
     pipeline_read: Annotated[Flag, _ALWAYS_PIPELINED] = False

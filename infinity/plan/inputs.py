@@ -39,6 +39,7 @@ _ZERO = "zero_optimization"
 KEYS = {
     "live_numel": f"{_ZERO}.stage3_max_live_parameters", "prefetch_numel": f"{_ZERO}.stage3_prefetch_bucket_size",
     "reuse_numel": f"{_ZERO}.stage3_max_reuse_distance", "sub_group_numel": f"{_ZERO}.sub_group_size",
+    "state_buffers": f"{_ZERO}.offload_optimizer.buffer_count",
 }  # fmt: skip
 # Each step takes the bounds of what is in flight down to a share of what was asked for.
 _SHARES = (1, 4, 16, 64)
@@ -74,7 +75,13 @@ def fitted(
 
     def fits_at_least(parts: int) -> bool:
         *_, lowest = _steps(with_grads(parts), chosen, plan)
-        return fits(plan_of(_live(lowest, 1, chosen)))
+        lowest = _live(lowest, 1, chosen)
+        # Budgets put everything on the drive where nothing else fits: to ask for that first spares their search.
+        outermost = replace(
+            lowest, optimizer_tier=request.optimizer_tier or Tier.NVME,
+            param_tier=request.param_tier or (Tier.NVME if request.stage == 3 else None),
+        )  # fmt: skip
+        return any(fits(plan_of(each)) for each in dict.fromkeys((outermost, lowest)))
 
     if fits(plan) or request.grad_tier is not None or not request.drive or not fits_at_least(_GRAIN_OF_GRADS):
         return plan
@@ -106,9 +113,10 @@ def _steps(request: PlanRequest, chosen: frozenset[str], plan: Plan) -> Iterator
     whole, least = request.sub_group_numel, sum(group.numel for group in plan.sub_groups) // SUB_GROUPS_MAX
     for share in _SHARES:
         split = max(request.split_numel // share, min(request.split_numel, SPLIT_NUMEL_MIN))
+        last = share == _SHARES[-1]
         yield _lower(
-            request, chosen, split_numel=split,
-            prefetch_numel=0 if share == _SHARES[-1] else request.prefetch_numel // share,
+            request, chosen, split_numel=split, prefetch_numel=0 if last else request.prefetch_numel // share,
+            state_buffers=0 if last else request.state_buffers,
             # Where states do not move, a sub-group is not cut by the split.
             sub_group_numel=request.sub_group_numel if share == 1 else min(whole, max(4 * split, least)),
         )  # fmt: skip
@@ -291,7 +299,8 @@ class PlanInputs:
             spec = part_of(spec, part)
 
         def plan_of(request: PlanRequest) -> Plan:
-            return make(spec, self.topology, request, self.limits, part)
+            # Where every home is named, a plan is the same under any limits.
+            return make(spec, self.topology, request, self.limits if self._by_budget else None, part)
 
         chosen = frozenset(name for name, path in KEYS.items() if self.config.sources.get(path) == "file")
         return fitted(

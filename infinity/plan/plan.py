@@ -454,7 +454,8 @@ def states_nbytes(request: PlanRequest) -> int:
 
 
 def _state_buffers(request: PlanRequest) -> int:
-    return max(request.state_buffers, STEP_WINDOW)
+    """Sub-groups whose states have room in memory at once: a window, or, where nothing is read ahead, one."""
+    return max(request.state_buffers, STEP_WINDOW if request.prefetch_numel else 1)
 
 
 class _Draft:

@@ -12,7 +12,6 @@ import pytest
 import infinity.plan.plan
 from infinity.plan.capacity import Capacity
 from infinity.plan.inputs import KEYS, fitted, lowered_in_words
-from infinity.plan.partitions import STEP_WINDOW
 from infinity.plan.placement import Value, choose, fill_tiers, search_placement
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan, make_plan
 from infinity.plan.request import PlanRequest
@@ -140,8 +139,8 @@ def test_parameters_go_first_and_of_equals_those_nearest_the_input():
     # All parameters, one unit's whole gradients, and the states of two units with their gradients.
     param, states, grad, padded = 128_000, 640_000, 128_000, 643_072
     gpu = 12 * param + param + 2 * (states + grad)
-    # The other gradients, the window of sub-groups on their way from NVMe, and the states of one unit.
-    plan = make_plan(spec, Topology(), request, Capacity(gpu=gpu, cpu=10 * grad + STEP_WINDOW * padded + states))
+    # The other gradients, the one sub-group on its way from NVMe (nothing is read ahead), and the states of one unit.
+    plan = make_plan(spec, Topology(), request, Capacity(gpu=gpu, cpu=10 * grad + padded + states))
     assert [home for key, home in homes_of(plan).items() if key.kind is Kind.PARAM] == [GPU] * 12
     assert [*plan.placement.states] == [GPU, GPU, CPU, *[NVME] * 9]
     assert [placed.grad for placed in plan.placement.units] == [GPU, GPU, *[CPU] * 10]
@@ -241,7 +240,7 @@ def test_as_many_gradients_leave_memory_as_must():
 def test_gradients_leave_memory_after_all_states_and_parameters():
     spec, seen = model([64_000] * 40), set()
     request = replace(AUTO, sub_group_numel=64_000, live_numel=1, prefetch_numel=0)
-    for limit in range(1_500_000, 12_000_000, 750_000):
+    for limit in range(750_000, 12_000_000, 750_000):
         plan = fitted_to(spec, request, Capacity(gpu=600_000, cpu=limit))
         fits, homes = Capacity(cpu=limit).fits(plan.nbytes_by_tier()), {*homes_of(plan).values()}
         passing = NVME in {placed.grad for placed in plan.placement.units}

@@ -79,10 +79,10 @@ def test_a_tight_plan_is_lowered_until_it_fits_and_its_units_stay(whole, share):
 def test_what_somebody_chose_stays_and_is_named_when_only_it_would_do(whole):
     """The same memory in which nobody's choice would have been lowered."""
     limit = int(whole * 0.8)
-    chosen = {
-        path.rpartition(".")[2]: getattr(inputs(None).config.zero, path.rpartition(".")[2]) for path in KEYS.values()
-    }
-    asked = inputs(limit, zero=chosen)
+    zero = inputs(None).config.zero
+    names = [path.removeprefix("zero_optimization.") for path in KEYS.values()]
+    chosen = {name: getattr(zero, name) for name in names if "." not in name}
+    asked = inputs(limit, zero={**chosen, "offload_optimizer": {**NVME, "buffer_count": 4}})
     plan = asked.plan()
     assert not asked.fits(plan)
     assert plan.request.live_numel == asked.request.live_numel
