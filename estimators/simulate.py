@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from estimators.resources import Flag, Job, Process, QueueKey, Resource, ResourceQueues, TimedArena
-from estimators.traffic import kept_nbytes, landings, nvme_specs, states_that_move, uses
+from estimators.traffic import kept_nbytes, landings, nvme_specs, old_nbytes, states_that_move, uses
 from infinity.plan.activations import OffloadedCheckpoints
 from infinity.plan.layout import Slice, SubGroup, UnitLayout
 from infinity.plan.orders import ReadyQueue
@@ -244,6 +244,7 @@ class _Optimizer:
     def __init__(self, plan: Plan, speeds: Speeds, resources: ResourceQueues, arenas: _Arenas) -> None:
         self._plan, self._speeds, self._resources, self._arenas = plan, speeds, resources, arenas
         self._parts = plan.step_parts()
+        self._old_nbytes = old_nbytes(plan)
         # Sub-groups that still have to step each unit, once they are handed over; and whether there are none.
         self._left: Counter[int] = Counter()
         self._through: defaultdict[int, Flag] = defaultdict(Flag)
@@ -327,7 +328,8 @@ class _Optimizer:
             staged = self._staged_nbytes(group)
             if staged:
                 yield self._resources.submit(Resource.DOWN, staged)
-            yield from self._resources.host(group.numel * speeds.adam_seconds + speeds.group_seconds)
+            kept = self._old_nbytes.get(group.index, 0) * speeds.copy_seconds
+            yield from self._resources.host(kept + group.numel * speeds.adam_seconds + speeds.group_seconds)
             if staged:
                 yield self._resources.submit(Resource.UP, staged)
         jobs = self._arenas.write(group)

@@ -91,6 +91,17 @@ def landings(plan: Plan, groups: Iterable[SubGroup]) -> dict[int, list[SubGroup]
     return dict(sorted(found.items()))
 
 
+def old_nbytes(plan: Plan) -> dict[int, int]:
+    """Bytes of old values in CPU memory that are copied before a sub-group is stepped in backward, by its index."""
+    states = {spec.key.index: spec for spec in plan.partitions if spec.key.kind is Kind.STATES}
+    width, found = DTYPE_NBYTES[plan.request.compute_dtype], dict[int, int]()
+    for group in plan.step_parts().in_backward:
+        params = (piece.numel for piece in group.slices if not plan.placement.units[piece.unit].param.on_drive)
+        own = states[group.index]
+        found[group.index] = sum(params) * width + (0 if own.home.on_drive else own.nbytes)
+    return found
+
+
 def uses(plan: Plan) -> Iterator[tuple[int, int, bool]]:
     """(position, unit, whether it has to be gathered) of one forward and backward; of a pipeline, of a whole step."""
     live: set[int] = set()
@@ -189,10 +200,11 @@ class _Count:
 
     def steps(self) -> None:
         """The optimizer's streams, what is staged for it, and what it makes the ranks tell each other."""
+        old = old_nbytes(self.plan)
         for group, home in zip(self.plan.sub_groups, self.plan.placement.states, strict=True):
             if self._accelerator and home.on_device:
                 continue
-            self.add(Link.DRAM, Kind.STATES, 2 * self._states[group.index])
+            self.add(Link.DRAM, Kind.STATES, 2 * self._states[group.index] + 2 * old.get(group.index, 0))
             self.add(Link.DRAM, Kind.PARAM, 2 * group.numel * self._width)
             self.add(Link.DRAM, Kind.GRAD, group.numel * self._grad_width)
             for piece in group.slices:

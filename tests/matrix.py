@@ -98,6 +98,7 @@ ROWS = [
     Row("tests.pipeline_tables", ("infinity/plan",)),
     Row("tests.soak", ("infinity/memory",), ("--steps", "12000")),
     Row("tests.stream_books", ("infinity/zero", "infinity/memory")),
+    Row("tests.speculation_matrix", (*_TRAINING, "infinity/plan")),
     Row("tests.tensor_matrix", (*_AXES, "infinity/zero")),
     Row("tests.zoo", ("infinity/zero", "infinity/engine")),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
 import torch
@@ -37,24 +38,44 @@ class _Constant(torch.autograd.Function):
         return grad, ctx.pattern.expand(ctx.shape), None
 
 
+class _Wait(torch.autograd.Function):
+    """Identity that waits as a program waits for its accelerator: twice as long in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
 class _Block(nn.Module):
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, wait: float) -> None:
         super().__init__()
+        self._wait = wait
         self.weight = nn.Parameter(torch.empty(numel // 4096, 4096))
         nn.init.normal_(self.weight, std=0.02)
         self.register_buffer("pattern", torch.randn(4096) * 1e-3, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Constant.apply(x, self.weight, self.pattern.to(self.weight.dtype))
+        x = _Constant.apply(x, self.weight, self.pattern.to(self.weight.dtype))
+        return _Wait.apply(x, self._wait) if self._wait else x
 
 
 class Blocks(nn.Module):
-    """`numel` parameters whose forward and backward cost next to nothing, so that the optimizer is what is timed."""
+    """`numel` parameters whose forward and backward cost next to nothing, so that the optimizer is what is timed.
 
-    def __init__(self, numel: int) -> None:
+    wait: seconds of a forward and backward in which the program only waits, in equal parts of all blocks.
+    """
+
+    def __init__(self, numel: int, wait: float = 0.0) -> None:
         super().__init__()
         count = max(1, round(numel / BLOCK_NUMEL))
-        self.layers = nn.ModuleList(_Block(numel // count // 4096 * 4096) for _ in range(count))
+        self.layers = nn.ModuleList(_Block(numel // count // 4096 * 4096, wait / count / 3) for _ in range(count))
         self.scale = nn.Parameter(torch.ones(4096))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +89,7 @@ def build(options: dict[str, Any]) -> nn.Module:
     """The model that `options["model"]` names, in fp32: a key of MODELS, or "blocks" of `options["numel"]`."""
     torch.manual_seed(0)
     if options["model"] == "blocks":
-        return Blocks(options["numel"])
+        return Blocks(options["numel"], options.get("wait", 0.0))
     # The import of transformers takes seconds, which a run without its models need not wait for.
     model = importlib.import_module("support.llama").build(MODELS[options["model"]], options["positions"])
     if options.get("checkpointing"):

@@ -21,7 +21,7 @@ def configuration(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "hardware_profile": options.get("profile"),
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),
-        "overlap": not serial, "log_level": "error",
+        "overlap": not serial, "log_level": "error", "speculative_step": options.get("speculative", "auto"),
         "bf16": {"enabled": options["dtype"] == "bf16"}, "check_grad_overflow": options.get("checked", True),
         "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
         "zero_optimization": {"stage": 3, **zero},
@@ -49,8 +49,9 @@ class _Trainer(EngineTrainer):
         memory = self._engine.memory()
         # The step reads what it writes: states that move, and every parameter once.
         stepped = 2 * traffic(self._engine.plan).total(Link.NVME_WRITE)
+        norm = self._engine.get_global_grad_norm()
         self._engine.close()
         return {
             "planned": table, "ledger_peak": memory.peak, "numel": self._engine.plan.numel,
-            "backward": self._backward_seconds, "step_nbytes": stepped,
+            "backward": self._backward_seconds, "step_nbytes": stepped, "norm": norm,
         }  # fmt: skip

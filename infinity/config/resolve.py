@@ -236,6 +236,11 @@ class ResolvedConfig(Mapping[str, Any]):
         return self.sections.overlap and not self.checks_gradients and not self.clip_norm
 
     @property
+    def speculates_always(self) -> bool:
+        """Whether steps begin on a guess wherever they can, whatever became of the last ones."""
+        return self.sections.speculative_step is True
+
+    @property
     def param_tier(self) -> TierName:
         return _tier(self.zero.offload_param)
 

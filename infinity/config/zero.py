@@ -94,9 +94,9 @@ class OffloadOptimizer(Section):
     super_offload: Annotated[
         Flag,
         Refused(
-            "speculative steps are not supported",
-            "Remove the key: the step already overlaps its transfers",
-            ignored="the step overlaps its transfers without speculation, with the same result",
+            "it is decided for all states at once",
+            'Set the top-level "speculative_step" instead',
+            ignored='the top-level "speculative_step" decides, with the same result',
         ),
     ] = False
     """Step sub-groups before the norm is known."""

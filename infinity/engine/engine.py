@@ -42,7 +42,7 @@ from infinity.observability.timeline import Timeline
 from infinity.parallel.layers import PipelineModule
 from infinity.plan.plan import Plan
 from infinity.step.norms import StepFlags
-from infinity.step.optimizer_step import StepVerdict
+from infinity.step.optimizer_step import EarlyGroups, StepVerdict
 from infinity.zero import access, guards
 from infinity.zero.compiled import eager_backward, untraced
 from infinity.zero.coordinator import Coordinator
@@ -501,6 +501,11 @@ class Engine(DeepSpeedNames, nn.Module):
     def loss_scale(self) -> LossScale:
         """The present loss scale of fp16; 1 in other precisions. A call of it gives it, too, as in DeepSpeed."""
         return LossScale(self._runtime.step.loss_scale)
+
+    @property
+    def early_groups(self) -> EarlyGroups:
+        """This rank's sub-groups that were stepped in backward, before `step()`, by what became of them."""
+        return self._runtime.step.early_groups
 
     def is_first_stage(self) -> bool:
         """Return whether this rank runs the first stage of the model: always without a pipeline."""

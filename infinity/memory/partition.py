@@ -16,7 +16,8 @@ fails because it is late is still in flight: the state stays, and the buffer is 
 [Note: slots] A partition that a step in backward may change has two extents on its drive. While the value in memory, or
 in the second extent, is *pending*, the first extent holds the committed value and is not written. `commit` exchanges
 the extents' roles; `forget` returns to the committed value, wherever the pending one is. At most one version is
-pending, and a version becomes pending only if the committed one is on the drive.
+pending, and a version becomes pending only if the committed one is on the drive. Of a partition whose home is CPU
+memory the committed value is copied to a buffer of the undo pool before (`undo`), and `forget` copies it back.
 
 [Note: zero tails] Moments begin as zero, and most of a model's states are moments. So a value may be zero from some
 byte on (`prefix_nbytes`). The tail behind that byte is neither written nor read until a writer fills it; in memory it
@@ -76,7 +77,7 @@ class Partition:
 
     __slots__ = (
         "_prefixes", "_turned", "_views", "buffer", "on_drive", "pending", "rank", "readers", "spec", "state",
-        "transfer", "unset", "writer",
+        "transfer", "undo", "unset", "writer",
     )  # fmt: skip
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
@@ -91,6 +92,8 @@ class Partition:
         self.writer = False
         # Whether the value may still be forgotten, and whether the spare extent has the committed value.
         self.pending = self._turned = False
+        # The committed value of one in CPU memory whose pending value `buffer` holds.
+        self.undo: Tensor | None = None
         # The byte from which on the value is zero, by extent; where memory has a newer value, of that one.
         self._prefixes = [spec.nbytes, spec.nbytes]
         # Whether those zeros are still missing in memory.
@@ -223,17 +226,18 @@ class Partition:
         """Remove a reader."""
         self.readers -= 1
 
-    def begin_write(self, *, pending: bool = False, starts: bool = False) -> None:
+    def begin_write(self, *, pending: bool = False, undo: Tensor | None = None, starts: bool = False) -> None:
         """Let one writer change the value.
 
-        pending: the new value may be forgotten; the one before it must be on the drive. starts: the writer fills the
-        bytes that `materialize` was told, and none behind them.
+        pending: the new value may be forgotten; the one before it must be on the drive, or else in `undo`. starts: the
+        writer fills the bytes that `materialize` was told, and none behind them.
         """
         if self.state not in (State.RESIDENT, State.DIRTY) or self.leased:
             raise self.error("write")
         if pending and not self.pending:
-            self._forbid(self.spec.spare is None or self.state is not State.RESIDENT, "write a pending version")
-            self.pending = True
+            kept = self.spec.spare is not None if self.on_drive else undo is not None
+            self._forbid(not kept or self.state is not State.RESIDENT, "write a pending version")
+            self.pending, self.undo = True, undo
         self._forbid(self.pending and not pending, "write over a pending version")
         self._forbid(self.unset and not starts, "write")
         if not starts:
@@ -246,16 +250,25 @@ class Partition:
         """End the writer's lease."""
         self.writer = False
 
-    def commit(self) -> None:
-        """Make the pending value the committed one, also under leases."""
+    def commit(self) -> Tensor | None:
+        """Make the pending value the committed one, also under leases; return the buffer that had the old one."""
         self._turned, self.pending = self._turned is not self.pending, False
+        undo, self.undo = self.undo, None
+        return undo
 
     def forget(self) -> Tensor | None:
-        """Go back to the committed value on the drive; return the buffer, if there was one."""
+        """Go back to the committed value; return the buffer that is free now, if there was one: of the pending value,
+        or that of the undo pool.
+        """
         self._forbid(self.leased or self.transfer is not None, "forget a pending version")
         if not self.pending:
             return None
         self.pending = False
+        if not self.on_drive:
+            undo, self.undo = self.undo, None
+            assert self.buffer is not None and undo is not None
+            self.buffer.copy_(undo)
+            return undo
         if self.state is not State.SPILLED:
             self._move(State.SPILLED, "forget")
         return self._take_buffer() if self.buffer is not None else None
@@ -270,7 +283,8 @@ class Partition:
             self.writer and self.state in (State.WRITING, State.FAILED),
             not self.on_drive and self.state not in (State.ABSENT, State.RESIDENT),
             self.readers < 0,
-            self.pending and (self.spec.spare is None or self.state is State.ABSENT),
+            self.pending and ((self.spec.spare is None and self.undo is None) or self.state is State.ABSENT),
+            self.undo is not None and not self.pending,
             self.unset and (self.buffer is None or self.readers > 0),
         ]
         if any(broken):

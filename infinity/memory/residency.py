@@ -27,6 +27,7 @@ from infinity.log import logger
 from infinity.memory.arena import Arena, Eviction, arena_name, piece_nbytes
 from infinity.memory.ledger import Ledger, PoolUse, mb
 from infinity.memory.partition import Partition, State
+from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.tiers.base import MemoryBackend, TierBackend
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
@@ -53,6 +54,11 @@ class Buffers:
         if pools.staging_nbytes:
             with ledger.taking(Tier.CPU, {Kind.POOL: pools.staging_nbytes}, "copies of what is stepped on the CPU"):
                 self.staging = host.allocate(pools.staging_nbytes)
+        # Old values of partitions in CPU memory: no drive and no device reads them, so that nothing is pinned.
+        self._undo: Arena | None = None
+        if pools.undo_nbytes:
+            with ledger.taking(Tier.CPU, {Kind.POOL: pools.undo_nbytes}, "old values of what is stepped in backward"):
+                self._undo = Arena("undo", page_aligned(pools.undo_nbytes, inherited=False)[: pools.undo_nbytes])
         self.arenas: dict[str, Arena] = {}
         sizes = {Kind.PARAM: pools.param_nbytes, Kind.STATES: pools.states_nbytes, Kind.GRAD: pools.grad_nbytes}
         for kind, nbytes in sizes.items():
@@ -60,6 +66,18 @@ class Buffers:
                 name = kind.value
                 with ledger.taking(Tier.CPU, {Kind.POOL: nbytes}, f"the {name} pool"):
                     self.arenas[name] = Arena(name, host.allocate(nbytes))
+
+    def keep_old(self, partition: Partition) -> Tensor:
+        """Return a buffer of the undo pool for a copy of a partition's value in memory."""
+        assert self._undo is not None and partition.buffer is not None
+        room = self._undo.take(partition.spec.nbytes)
+        assert room is not None, "the plan counts every partition that may be pending at once"
+        return room
+
+    def give_old(self, buffer: Tensor) -> None:
+        """Return what `keep_old` has handed out."""
+        assert self._undo is not None
+        self._undo.give(buffer)
 
     def adopt(self, key: Key) -> None:
         """Note that a unit owns the partition's buffer."""
@@ -141,6 +159,9 @@ class Buffers:
                     sums[entry] = sums.get(entry, 0) + section.nbytes
         for name, arena in self.arenas.items():
             assert arena.taken_nbytes == taken[name], f"the {name} pool has pieces that no partition holds"
+        old = sum(piece_nbytes(partition.spec.nbytes) for partition in partitions if partition.undo is not None)
+        # A step that is about to write has its pieces before its partitions do.
+        assert self._undo is None or self._undo.taken_nbytes >= old, "the undo pool lacks what partitions hold of it"
         for entry in sums.keys() | self._ledger.now.keys():
             booked, held = self._ledger.now.get(entry, 0), sums.get(entry, 0)
             # Units book on the device, too, and pools are booked as a whole; activations are no partition's.
@@ -156,6 +177,10 @@ class Buffers:
                 self.book(partition, -1)
         self._ledger.add(Tier.CPU, Kind.POOL, -self.staging.nbytes)
         self.staging = self.staging[:0].clone()
+        if self._undo is not None:
+            self._ledger.add(Tier.CPU, Kind.POOL, -self._undo.nbytes)
+            self._undo.close()
+            self._undo = None
         for arena in self.arenas.values():
             self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
             arena.close()
@@ -347,7 +372,9 @@ class Residency:
     def commit(self, keys: Iterable[Key]) -> None:
         """Make pending versions of these partitions their values. See [Note: slots]."""
         for key in keys:
-            self.partitions[key].commit()
+            old = self.partitions[key].commit()
+            if old is not None:
+                self.buffers.give_old(old)
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Go back from pending versions of these partitions to the committed ones."""
@@ -361,7 +388,11 @@ class Residency:
                 # A version whose write failed is gone as well; one whose write is only late is not.
                 if partition.transfer is not None:
                     raise
-            self._give(partition, partition.forget())
+            freed = partition.forget()
+            if partition.on_drive:
+                self._give(partition, freed)
+            elif freed is not None:
+                self.buffers.give_old(freed)
 
     def read_extent(self, partition: Partition, begin: int, buffer: Tensor) -> Transfer:
         """Submit a read of a spilled partition from byte `begin` on into the caller's memory, behind other traffic."""

@@ -132,10 +132,20 @@ class TieredStore:
         by: as in `read`.
         """
         held: list[Partition] = []
+        old: dict[Key, Tensor] = {}
         with self.access.claimed(keys, by, writes=True):
             try:
                 with self._lock:
-                    for partition in self._acquire(keys, by, fresh=fresh, prefix_nbytes=prefix_nbytes):
+                    partitions = self._acquire(keys, by, fresh=fresh, prefix_nbytes=prefix_nbytes)
+                    if by is not None and by.pending:
+                        old = {each.key: self._buffers.keep_old(each) for each in partitions if _in_memory_only(each)}
+                for key, room in old.items():
+                    # Without the lock: nobody else may write what is claimed for a step.
+                    value = self[key].buffer
+                    assert value is not None
+                    room.copy_(value)
+                with self._lock:
+                    for partition in partitions:
                         if not partition.leased:
                             self._residency.settle(partition)
                         if by is not None and by.pending and not partition.pending:
@@ -143,7 +153,10 @@ class TieredStore:
                             self._residency.flush([partition.key])
                             self._residency.settle(partition)
                         starts = partition.on_drive and prefix_nbytes is not None
-                        partition.begin_write(pending=by is not None and by.pending, starts=starts)
+                        # The step may have been committed in any wait.
+                        pending = by is not None and by.pending
+                        undo = old.pop(partition.key, None) if pending else None
+                        partition.begin_write(pending=pending, undo=undo, starts=starts)
                         self._eviction.update(partition)
                         held.append(partition)
                 yield [*held]
@@ -151,6 +164,8 @@ class TieredStore:
                 with self._lock:
                     for partition in held:
                         partition.end_write()
+                    for room in old.values():
+                        self._buffers.give_old(room)
 
     # Snapshots.
 
@@ -434,6 +449,11 @@ class TieredStore:
     def _drop(self, partition: Partition, claims: int = 0) -> bool:
         """Free a clean buffer that no party claims, the caller's own `claims` aside; return whether it did."""
         return self.access.claims(partition.key) <= claims and self._residency.drop(partition)
+
+
+def _in_memory_only(partition: Partition) -> bool:
+    """Whether a partition's committed value would be lost by a write."""
+    return not partition.on_drive and not partition.pending
 
 
 def open_store(config: ResolvedConfig, plan: Plan, *, rank: int, device: Device, ledger: Ledger) -> TieredStore:

@@ -303,10 +303,34 @@ class PlanInputs:
             return make(spec, self.topology, request, self.limits if self._by_budget else None, part)
 
         chosen = frozenset(name for name, path in KEYS.items() if self.config.sources.get(path) == "file")
-        return fitted(
-            self.request, chosen, plan_of, fits=self.fits, fits_at_rest=self._fits_at_rest,
+        request = self.request
+        if request.speculates and self.config.sections.speculative_step is None:
+            # What may be undone lies on the drive twice.
+            drives = {tier: nbytes for tier, nbytes in plan_of(request).nbytes_by_tier().items() if tier.on_drive}
+            request = replace(request, speculates=self.limits.fits(drives))
+        plan = fitted(
+            request, chosen, plan_of, fits=self.fits, fits_at_rest=self._fits_at_rest,
             raised=raised and not self._by_budget,
         )  # fmt: skip
+        return self._with_undo(plan, plan_of)
+
+    def _with_undo(self, plan: Plan, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
+        """The plan with room for old values of what it steps in CPU memory, so that this may begin in backward, too:
+        for all of them, or as much as half of what it leaves. Budgets fill memory with better things.
+        """
+        request = plan.request
+        may = (request.steps_early or request.speculates) and not request.unified and not self._by_budget
+        # It takes as much memory again as what it is for: for who asks for it.
+        if not may or self.config.sections.speculative_step is not True or not self.fits(plan):
+            return plan
+        numel = sum(group.numel for group in plan.sub_groups)
+        whole = plan_of(replace(request, undo_numel=numel))
+        if not whole.pools.undo_nbytes:
+            return plan
+        room = self.limits.room(Tier.CPU, plan.nbytes_by_tier())
+        share = 1.0 if room is None else min(1.0, room / 2 / whole.pools.undo_nbytes)
+        undone = whole if share == 1.0 else plan_of(replace(request, undo_numel=int(share * numel)))
+        return undone if undone.pools.undo_nbytes and self.fits(undone) else plan
 
     @property
     def units(self) -> ModelSpec:
@@ -330,6 +354,9 @@ class PlanInputs:
         # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it
         # arrives.
         several = config.accumulation > 1 or not config.sections.managed_gradient_accumulation
+        # A processor that computes and steps gains little.
+        wish = config.sections.speculative_step
+        speculates = self.accelerator if wish is None else wish
         return PlanRequest(
             stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
             optimizer_share=config.optimizer_share, grad_tier=_tier(config.grad_tier), grad_share=config.grad_share,
@@ -344,6 +371,7 @@ class PlanInputs:
             accelerator=self.accelerator, unified=self.unified, accumulates=several,
             reduces_once=config.sections.parallel.reduce == "step", overlap=config.sections.overlap,
             steps_early=config.steps_early and optimizer.guarded,
+            speculates=config.sections.overlap and optimizer.guarded and not config.steps_early and speculates,
         )  # fmt: skip
 
     @property

@@ -71,13 +71,27 @@ def read_by(group: SubGroup) -> list[Key]:
     return [Key(Kind.GRAD, piece.unit) for piece in group.slices]
 
 
-def undoable(group: SubGroup, placement: Placement) -> bool:
-    """Whether what a sub-group's step changes lies on NVMe, so that its old values can stay there until the step is
-    known to be wanted: such a step may begin in backward. See [Note: slots].
+def undone_of(
+    groups: Sequence[SubGroup], order: Sequence[int], placement: Placement, *, memory_numel: int
+) -> tuple[int, ...]:
+    """Sub-groups whose old values can be kept until a step is known to be wanted, so that it may begin in backward: see
+    [Note: slots]. All whose values lie on NVMe; of those with values in CPU memory, so many elements. The step comes to
+    these last, and their gradients come first.
     """
-    units = [placement.units[piece.unit] for piece in group.slices]
-    on_drives = placement.states[group.index].on_drive and all(unit.param.on_drive for unit in units)
-    return on_drives and not any(unit.whole for unit in units)
+    found = []
+    # Of each unit, whether its parameters are on a drive; None where they cannot be undone.
+    params = [None if unit.whole or unit.param.on_device else unit.param.on_drive for unit in placement.units]
+    for index in reversed(order):
+        states, on_drive = placement.states[index], {params[piece.unit] for piece in groups[index].slices}
+        if states.on_device or None in on_drive:
+            continue
+        if not states.on_drive or False in on_drive:
+            numel = groups[index].numel
+            if numel > memory_numel:
+                continue
+            memory_numel -= numel
+        found.append(index)
+    return tuple(sorted(found))
 
 
 def first_reads(order: Sequence[SubGroup], in_memory: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:
@@ -125,11 +139,11 @@ def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -
 
 def make_partitions(
     layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement, *, compute_dtype: str,
-    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS, twice: bool = False,
+    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS, undone: Sequence[int] = (),
 ) -> tuple[tuple[PartitionSpec, ...], int]:  # fmt: skip
     """Return every partition, those of units first, then one for each sub-group; and the size of all files together.
 
-    twice: give what a step in backward changes a second extent. See [Note: slots].
+    undone: sub-groups of which what lies on NVMe is given a second extent. See [Note: slots].
     """
     made: list[tuple[Key, tuple[ArraySection, ...], Tier]] = []
     for layout, placed in zip(layouts, placement.units, strict=True):
@@ -150,8 +164,7 @@ def make_partitions(
     specs = []
     # The ends of the tiers' files.
     ends: Counter[Tier] = Counter()
-    undone = (group for group in groups if undoable(group, placement)) if twice else ()
-    spared = {key for group in undone for key in changed_by(group)}
+    spared = {key for index in undone for key in changed_by(groups[index])}
     for key, sections, home in made:
         extent = spare = None
         if home.on_drive and (nbytes := aligned_nbytes(sections, home)):

@@ -29,6 +29,7 @@ from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.layout import Slice, SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.partitions import (
     STEP_WINDOW,
+    changed_by,
     fetch_nbytes_by_unit,
     first_uses,
     kept_of,
@@ -36,7 +37,7 @@ from infinity.plan.partitions import (
     states_kinds,
     step_order_of,
     stepped_nbytes,
-    undoable,
+    undone_of,
 )
 from infinity.plan.placement import (
     FROZEN_TRAFFIC,
@@ -90,15 +91,16 @@ class ExecutionPolicy:
     step_behind: bool
     # Some of those begin in backward, when their gradients are complete. See [Note: step in backward].
     step_in_backward: bool
+    # They do so before the norm is known that the step waits for. See [Note: speculation].
+    speculates: bool
 
 
 def make_policy(
-    request: PlanRequest, topology: Topology, layouts: Sequence[UnitLayout], groups: Sequence[SubGroup],
-    placement: Placement,
+    request: PlanRequest, topology: Topology, layouts: Sequence[UnitLayout], placement: Placement,
+    undone: Sequence[int],
 ) -> ExecutionPolicy:  # fmt: skip
-    """The policy of a request whose values have these homes."""
+    """The policy of a request whose values have these homes. undone: sub-groups that may be stepped in backward."""
     several, accelerator, overlap = topology.dp > 1, request.accelerator, request.overlap
-    early = overlap and request.steps_early and not placement.grad_whole
     gathers = not all(placed.whole for placed in placement.units)
     on_drive = any(home.on_drive for home in placement.states) or any(
         placed.param.on_drive and layout.numel for layout, placed in zip(layouts, placement.units, strict=True)
@@ -110,8 +112,9 @@ def make_policy(
         retain_released=not accelerator,
         collective_forward=several and gathers,
         # There is something to gain where bytes move: to a drive, or to a device that computes.
-        step_behind=overlap and (accelerator or on_drive),
-        step_in_backward=early and any(undoable(group, placement) for group in groups),
+        step_behind=overlap and (accelerator or on_drive or bool(undone)),
+        step_in_backward=bool(undone),
+        speculates=bool(undone) and not request.steps_early,
     )
 
 
@@ -135,6 +138,8 @@ class Pools:
     grad_nbytes: int = 0
     # Pinned copies of device partitions while they are stepped on the CPU.
     staging_nbytes: int = 0
+    # Old values of partitions in CPU memory that are stepped in backward.
+    undo_nbytes: int = 0
     # Whole units gathered at once, beyond those that are whole for good.
     gathered_nbytes: int = 0
     # Whole gradients as autograd leaves them on parameters.
@@ -145,7 +150,7 @@ class Pools:
     @property
     def in_cpu_nbytes(self) -> int:
         """Bytes of the arenas in CPU memory together."""
-        return self.param_nbytes + self.states_nbytes + self.grad_nbytes + self.staging_nbytes
+        return self.param_nbytes + self.states_nbytes + self.grad_nbytes + self.staging_nbytes + self.undo_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +187,8 @@ class Plan:
     schedule: FetchSchedule
     # Sub-groups in the order in which they are stepped: see `step_order_of`.
     step_order: tuple[int, ...]
+    # Indices of those whose step can be undone until it is known to be wanted: see `undone_of`.
+    undone: tuple[int, ...]
     policy: ExecutionPolicy
     numel: int = field(default=0)
     # What this rank has of a model that is cut into stages; all of the above is of that part.
@@ -257,14 +264,13 @@ class Plan:
         """The sub-groups by the time at which they are stepped."""
         order = [self.sub_groups[index] for index in self.step_order]
         hidden = tuple(group for group in order if self.policy.step_behind and not self.visible(group))
-        kept = self.kept() if self.policy.step_in_backward else frozenset()
+        early = {*self.undone} - self.kept() if self.undone else set[int]()
         return StepParts(
             visible=tuple(group for group in order if not self.policy.step_behind or self.visible(group)),
             hidden=hidden,
             in_backward=tuple(
                 group for group in hidden
-                if self.policy.step_in_backward and undoable(group, self.placement) and group.index not in kept
-                and self.shared.isdisjoint(piece.unit for piece in group.slices)
+                if group.index in early and self.shared.isdisjoint(piece.unit for piece in group.slices)
             ),
         )  # fmt: skip
 
@@ -380,6 +386,8 @@ class Plan:
         for name, kinds in held.items():
             parts = ", ".join(f"{kind.label} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
             lines.append(f"  {name:<{width}} {format_bytes(kinds.total()):>10}  {parts}")
+        if self.policy.speculates:
+            lines.append("steps begin in backward, before their norm is known: a wrong guess is stepped again")
         if self.activations:
             lines.append(f"beside it a micro-batch's activations: {self.activations}")
         lines += tiles_in_words(self.layouts, self.placement, request.live_numel)
@@ -563,10 +571,13 @@ class _Draft:
             self._spec, self._topology, self._request, self._layouts, self._groups
         )  # fmt: skip
         placement = place(layouts, groups, request, topology.dp, homes)
-        policy = make_policy(request, topology, layouts, groups, placement)
+        order = step_order_of(groups, placement, spec.uses)
+        early = request.overlap and (request.steps_early or request.speculates) and not placement.grad_whole
+        undone = undone_of(groups, order, placement, memory_numel=request.undo_numel) if early else ()
+        policy = make_policy(request, topology, layouts, placement, undone)
         partitions, nvme_nbytes = make_partitions(
             layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype,
-            moments=request.moments, twice=policy.step_in_backward,
+            moments=request.moments, undone=undone,
         )  # fmt: skip
         width = DTYPE_NBYTES[request.compute_dtype]
         fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
@@ -584,10 +595,10 @@ class _Draft:
         plan = Plan(
             topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
             partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
-            step_order=step_order_of(groups, placement, spec.uses), policy=policy, pools=Pools(),
-            pipeline=self._pipeline,
+            step_order=order, undone=undone, policy=policy, pools=Pools(), pipeline=self._pipeline,
         )  # fmt: skip
-        return replace(plan, pools=_pools(plan, around, spec.uses[::-1]))
+        plan = replace(plan, pools=_pools(plan, around, spec.uses[::-1]))
+        return replace(plan, pools=replace(plan.pools, undo_nbytes=_undo_nbytes(plan)))
 
 
 def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple[int, ...]:
@@ -627,6 +638,15 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
             accelerator=request.accelerator, accumulates=request.accumulates,
         ),  # fmt: skip
     )
+
+
+def _undo_nbytes(plan: Plan) -> int:
+    """Bytes of the old values in CPU memory of all that is stepped in backward, as an arena holds them."""
+    if not plan.request.undo_numel:
+        return 0
+    changed = {key for group in plan.step_parts().in_backward for key in changed_by(group)}
+    sizes = (spec.nbytes for spec in plan.partitions if spec.key in changed and not spec.home.on_drive)
+    return sum(align_up(nbytes, EXTENT_ALIGNMENT) for nbytes in sizes)
 
 
 def _grad_nbytes(plan: Plan, grads: dict[Key, int]) -> int:

@@ -61,8 +61,12 @@ class PlanRequest:
     reduces_once: bool = False
     # Whether transfers and the step may run beside the computation.
     overlap: bool = True
-    # Whether a step may begin in backward, where all that it changes is on NVMe.
+    # Whether a step may begin in backward, where it can be undone: because nothing has to be known of all gradients, or
+    # on a guess about them.
     steps_early: bool = False
+    speculates: bool = False
+    # Elements in CPU memory whose old values have room beside them, so that their step may begin in backward, too.
+    undo_numel: int = 0
 
 
 # For states of optimizers that this module does not know.

@@ -57,6 +57,10 @@ class Norms:
         """Drop what was measured of a unit: its gradients have changed."""
         self._found.pop(unit, None)
 
+    def measured(self, unit: int) -> GradStats:
+        """Return what was measured of a unit; KeyError where that was forgotten."""
+        return self._found[unit]
+
     def unqueue(self, unit: int) -> None:
         """Let a unit no longer wait for the next batch."""
         self._waiting.pop(unit, None)

@@ -14,15 +14,21 @@ does so under a reservation: a gather of a unit that is not stepped yet waits in
 is read while the last gradients are still to come. Units that stay whole are gathered again after such a step: see
 [Note: refresh] in `infinity.zero.gather`.
 
-[Note: step in backward] If nothing has to be known about all gradients before the first is used (no clipping, no check
-for NaN), the thread begins during backward: it steps a sub-group as soon as the gradients of all its units are there,
-each parameter's. (Which parameters have a gradient on some rank is agreed on only when backward is over.) If the drive
-does not keep up, the sub-groups that the next forward needs first overtake the others: see `infinity.plan.orders`.
+[Note: step in backward] The thread may begin during backward: it steps a sub-group as soon as the gradients of all its
+units are there, each parameter's. (Which parameters have a gradient on some rank is agreed on only when backward is
+over.) If the drive does not keep up, the sub-groups that the next forward needs first overtake the others: see
+`infinity.plan.orders`.
 
 Such a step is a guess: that no more gradients come, that hyper-parameters stay, that `step()` is called at all. It
 begins only for sub-groups whose old values stay on NVMe (see [Note: slots]); until `step()` every reader gets those.
 `step()` compares the guess with what holds then. If it was right, the new values are committed; else everything is
-stepped from the old ones.
+stepped from the old ones, with the gradients, which stay where they are until then.
+
+[Note: speculation] Where a step waits for the norm of all gradients, to clip them or to find one that is not finite,
+the guess is also that their factor is the one of a step that is not clipped. `clip_factor` is then exactly 1, so that
+the values are those of the step that waits, bit for bit; from values that were stepped with a wrong factor the right
+ones could not be computed. What this rank has measured is a lower bound of the norm: as soon as it is over the limit,
+nothing more begins. Each wrong guess has the next ones rest for longer, a right one halves that.
 """
 
 from __future__ import annotations
@@ -56,6 +62,8 @@ from infinity.step.worker import StepWorker
 
 # So many times a step may begin in a backward that was not the last of its step; then none does any more.
 _HASTY_MAX = 2
+# Steps that wait after a first wrong guess, by how much that grows with the next, and to how much.
+_REST, _REST_GROWTH, _REST_MAX = 4, 4, 256
 _NOTHING = GradStats(0.0, 0)
 
 
@@ -124,36 +132,83 @@ class _EarlyStep:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyGroups:
+    """Sub-groups that were stepped in backward, since the engine was made, by what became of them.
+
+    wrong: the guess was, so that they were stepped again, or the step was skipped. forgotten: the program threw their
+    gradients away, added to them, or looked at what they change.
+    """
+
+    committed: int = 0
+    wrong: int = 0
+    forgotten: int = 0
+
+
 class _InBackward:
     """What of a step goes on while gradients still arrive.
 
-    groups_of: by unit, the sub-groups that may be stepped then. early: the step that has begun in this backward.
+    groups_of: by unit, the sub-groups that may be stepped then. early: the step that has begun in this backward. rests:
+    whether wrong guesses about the norm have the next ones rest.
     """
 
-    def __init__(self, may: Iterable[SubGroup]) -> None:
+    def __init__(self, may: Iterable[SubGroup], *, rests: bool) -> None:
         self.groups_of: dict[int, list[SubGroup]] = {}
         for group in may:
             for piece in group.slices:
                 self.groups_of.setdefault(piece.unit, []).append(group)
         self.early: _EarlyStep | None = None
+        self.counts = EarlyGroups()
         # How often a step was begun in a backward that was not the last.
         self._hasty = 0
+        self._rests = rests
+        # Steps that are still to wait, with the one at hand, and how many will after the next wrong guess.
+        self._resting, self._rest = 0, _REST
+        # Of the gradients that have come in this backward: a lower bound of what the step's norm is made of.
+        self._squares = 0.0
         # Units whose gradients are still to come before the step.
         self._expected: set[int] = set()
 
     @property
     def may_begin(self) -> bool:
-        return bool(self.groups_of) and self.early is None and self._hasty < _HASTY_MAX
+        return bool(self.groups_of) and self.early is None and self._hasty < _HASTY_MAX and not self._resting
 
     def begin(self, early: _EarlyStep) -> None:
         """A step begins."""
         self.early = early
+        self._squares = 0.0
 
-    def end(self, *, hasty: bool = False) -> _EarlyStep | None:
-        """Return the step that has begun, of which nothing more begins here. hasty: this was not the last backward."""
+    def add(self, squares: float) -> float:
+        """A unit's gradients have come: return the sum of squares of all that have."""
+        self._squares += squares
+        return self._squares
+
+    def end(self, end: str) -> _EarlyStep | None:
+        """Return the step that has begun, of which nothing more begins here. end: "committed", "wrong", "forgotten", or
+        "hasty", which is forgotten because this was not the last backward.
+        """
         early, self.early = self.early, None
-        self._hasty += hasty
+        if early is None:
+            return None
+        committed, wrong, forgotten = self.counts.committed, self.counts.wrong, self.counts.forgotten
+        match "forgotten" if early.reservation.forgotten else end:
+            case "committed":
+                committed += len(early.begun)
+                self._rest = max(self._rest // 2, _REST)
+            case "wrong":
+                wrong += len(early.begun)
+                # This step's own end is counted, too.
+                self._resting = 1 + (self._rest if self._rests else 0)
+                self._rest = min(_REST_GROWTH * self._rest, _REST_MAX)
+            case _:
+                forgotten += len(early.begun)
+                self._hasty += end == "hasty"
+        self.counts = EarlyGroups(committed, wrong, forgotten)
         return early
+
+    def stepped(self) -> None:
+        """A step is over, or was skipped."""
+        self._resting = max(self._resting - 1, 0)
 
     def outstanding(self, unit: int, hidden: Iterable[SubGroup]) -> int:
         """How many units of `hidden` sub-groups are still to come, now that this one has."""
@@ -199,7 +254,7 @@ class OptimizerStep:
         )
         self._worker = StepWorker(store, device)
         self._parts = plan.step_parts()
-        self._backward = _InBackward(self._parts.in_backward)
+        self._backward = _InBackward(self._parts.in_backward, rests=not config.speculates_always)
         store.keep(*(Key(Kind.STATES, index) for index in plan.kept()))
 
     # What is known of it.
@@ -213,6 +268,11 @@ class OptimizerStep:
     def numbers(self) -> UnitNumbers:
         """The place of this rank's units in the whole model."""
         return self._norms.numbers
+
+    @property
+    def early_groups(self) -> EarlyGroups:
+        """What became of the sub-groups that were stepped in backward."""
+        return self._backward.counts
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -287,6 +347,12 @@ class OptimizerStep:
         if final and (passes or self._backward.early is not None):
             # What passes through memory on its way to a drive is measured there.
             self._norms.measure([unit], None)
+        if self._backward.early is not None and final and self._plan.policy.speculates:
+            squares, nonfinite = self._norms.measured(unit)
+            norm = math.sqrt(self._backward.add(squares)) * self.grad_factor
+            skips = bool(nonfinite) and self._config.checks_gradients
+            if skips or clip_factor(norm, self._config.clip_norm) < 1.0:
+                self._forget_early("wrong")
         if self._backward.early is not None and final:
             self._step_early(self._backward.early, unit, arrived)
         elif final and self._plan.policy.step_behind:
@@ -322,7 +388,7 @@ class OptimizerStep:
         mine = self._backward.groups_of.get(unit, ())
         if any(group.index in early.begun for group in mine):
             # That was not the last backward of the step: a program that does so once will again.
-            self._forget_early(hasty=True)
+            self._forget_early("hasty")
             return
         if early.reservation.forgotten or not all(arrived):
             # Another rank may have the others: `decide` knows.
@@ -339,8 +405,8 @@ class OptimizerStep:
                     context = StepContext(early.hyper, early.group_of, early.grad_scale, flags, steps)
                     self._let_step(early.behind, context, [group])
 
-    def _forget_early(self, *, hasty: bool = False) -> None:
-        if (early := self._backward.end(hasty=hasty)) is not None:
+    def _forget_early(self, end: str = "forgotten") -> None:
+        if (early := self._backward.end(end)) is not None:
             self._store.access.forget(early.reservation)
 
     # The verdict.
@@ -375,6 +441,8 @@ class OptimizerStep:
         norm = math.sqrt(squares) * unscale if not count else math.inf
         skipped = bool(count) and (config.checks_gradients or not self.rule.guarded)
         self.skips.update(skipped)
+        if skipped:
+            self._forget_early("wrong")
         factor = unscale if skipped else unscale * clip_factor(norm, config.clip_norm)
         self.verdict = StepVerdict(norm, count, skipped, factor, unscale, arrived, elsewhere, heard)
         self._move(StepState.DECIDED)
@@ -451,10 +519,10 @@ class OptimizerStep:
         early = self._backward.early
         if early is not None and early.is_right(context) and self._store.access.commit(early.reservation):
             # The step that has begun in backward was begun as this one.
-            self._backward.end()
+            self._backward.end("committed")
             behind = early.behind
         else:
-            self._forget_early()
+            self._forget_early("wrong")
             self.synchronize()
             behind = StepPass(self._parts.hidden, self._store, self._updater, Reservation())
         self._backward.expect_all()
@@ -484,6 +552,7 @@ class OptimizerStep:
         assert self.verdict is not None
         if self.scaler is not None:
             self.scaler.update(overflow=bool(self.verdict.nonfinite))
+        self._backward.stepped()
         self._move(StepState.IDLE)
 
     # Behind the program.

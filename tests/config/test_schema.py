@@ -46,6 +46,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("weight_quantization", "hybrid_engine", "expert_parallel", "compile")),
         **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp")),
         "overlap": True,
+        "speculative_step": None,
         "check_grad_overflow": True,
         "max_skipped_steps": 50,
         "watchdog_seconds": 600.0,

@@ -251,10 +251,19 @@ BETWEEN = [nothing, edit_rate, assign_gradient, evaluate, read, read_states, sec
            another_backward, fail_in_backward, export, load]  # fmt: skip
 
 
-def between(folder: Path, act: Any, *, overlap: bool) -> tuple[list[Tensor], Any, bool]:
+# What a step in backward takes for granted: with clipping, that nothing is clipped.
+_CLIPPED = {"dtype": "bf16", "clip": 1e3, "speculative_step": True}
+GUESSES: list[dict[str, Any]] = [{"bf16": UNCHECKED}, _CLIPPED, {**_CLIPPED, "offload_gradients": {"device": "nvme"}}]
+
+
+def between(folder: Path, act: Any, guess: dict[str, Any], *, overlap: bool) -> tuple[list[Tensor], Any, bool]:
     """What `act` sees between the last backward and step(), in the second step of three; the masters in the end."""
     case = Broken()
-    row = settings(folder / "swap", **ON_NVME, bf16=UNCHECKED, zero={"sub_group_size": 1280}, overlap=overlap)
+    guess = {**guess}
+    gradients = {name: guess.pop(name) for name in ("offload_gradients",) if name in guess}
+    row = settings(
+        folder / "swap", **ON_NVME, **guess, zero={"sub_group_size": 1280, **gradients}, overlap=overlap
+    )  # fmt: skip
     with infinity.initialize(model=case.model(), config=row)[0] as engine:
         step(engine, 0)
         engine.save_checkpoint(folder / "out")
@@ -275,11 +284,12 @@ def between(folder: Path, act: Any, *, overlap: bool) -> tuple[list[Tensor], Any
         return masters(engine), seen, early
 
 
+@pytest.mark.parametrize("guess", GUESSES, ids=["nothing to guess", "clipped", "clipped, gradients on the drive"])
 @pytest.mark.parametrize("act", BETWEEN)
-def test_until_step_nothing_shows_that_it_has_begun(tmp_path: Path, act: Any) -> None:
+def test_until_step_nothing_shows_that_it_has_begun(tmp_path: Path, act: Any, guess: dict[str, Any]) -> None:
     """Whatever the program does before step(): it sees the weights of before, and what it changes counts."""
-    expected, seen_then, none = between(tmp_path / "plain", act, overlap=False)
-    found, seen, early = between(tmp_path / "early", act, overlap=True)
+    expected, seen_then, none = between(tmp_path / "plain", act, guess, overlap=False)
+    found, seen, early = between(tmp_path / "early", act, guess, overlap=True)
     assert early and not none
     assert all(map(torch.equal, found, expected))
     if isinstance(seen, list):

@@ -54,10 +54,10 @@ def test_the_stages_have_the_formulas_of_zero(dtype, states, ranks):
     assert stored(three) == pytest.approx((4 + states) / ranks, rel=0.01)
 
 
-def test_twelve_bytes_a_parameter_lie_on_the_drive():
+def test_twelve_bytes_a_parameter_lie_on_the_drive_and_twice_where_they_may_be_undone():
     nvme = {"device": "nvme", "nvme_path": "nvme"}
     found = made(3, "bf16", 1, offload_param=nvme, offload_optimizer=nvme)
-    assert found.plan.nvme_nbytes / found.plan.numel == pytest.approx(12, rel=PADDING)
+    assert found.plan.nvme_nbytes / found.plan.numel == pytest.approx(24, rel=PADDING)
     assert a_parameter(found, Kind.GRAD, tier=Tier.CPU) == pytest.approx(2, rel=PADDING)
 
 

@@ -142,7 +142,7 @@ def test_inputs_of_recomputed_layers_leave_the_device_where_nothing_else_fits():
     for ram, sequence, section in (
         (32, 4096, {"every": 1}),
         (32, 32_768, {"every": 1, "offload": {"device": "cpu"}}),
-        (9, 32_768, {"every": 1, "offload": drive}),
+        (7, 32_768, {"every": 1, "offload": drive}),
     ):
         found = search(wish(8, ram, 400, model=model, sequence=sequence))
         assert found.estimate.fits

@@ -16,7 +16,7 @@ from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops.aio import Queue
 from infinity.plan.plan import Pools
-from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Tier, pack_sections
+from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Tier, align_up, pack_sections
 from tests.support.simulated_tier import SimulatedTier
 
 PAGE = 4096
@@ -96,7 +96,11 @@ def bench(tmp_path: Path) -> Iterator[MakeBench]:
         store = TieredStore(
             specs, device=device, host=HostMemory(device, pin=True, ledger=ledger), ledger=ledger,
             backends={Tier.NVME: tier},
-            pools=Pools(param_nbytes=param_pages * PAGE, states_nbytes=states_pages * PAGE), overlap=overlap,
+            pools=Pools(
+                param_nbytes=param_pages * PAGE, states_nbytes=states_pages * PAGE,
+                undo_nbytes=twice * sum(align_up(spec.nbytes, PAGE) for spec in specs if spec.home is Tier.CPU),
+            ),
+            overlap=overlap,
         )  # fmt: skip
         made.append(Bench(store, ledger, tier, specs))
         return made[-1]

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import random
 import threading
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from infinity.errors import TransferError
-from infinity.memory.partition import State
+from infinity.memory.partition import Partition, State
 from infinity.memory.transaction import Reservation, Snapshot
-from infinity.plan.types import Key, Kind
+from infinity.plan.types import Key, Kind, Tier
 from tests.memory.conftest import Bench, MakeBench, param, states
 from tests.memory.test_reservation import Party
 
+CPU, NVME = Tier.CPU, Tier.NVME
 A, B, C = (Key(Kind.PARAM, index) for index in range(3))
 STATES = Key(Kind.STATES, 0)
 ALL = (A, B, C, STATES)
 
 
-def made_of(bench: MakeBench, **options: object) -> Bench:
-    """Three parameters and one sub-group's states with value 1, on the drive."""
-    made = bench([param(0, 1), param(1, 2), param(2, 1), states(0, 2)], twice=True, **options)
+# Homes of the first parameter and of the states, and whether the drive is a real one.
+PLACES = {"simulated drive": (NVME, False), "drive": (NVME, True), "memory": (CPU, False)}
+everywhere = pytest.mark.parametrize("place", PLACES)
+
+
+def made_of(bench: MakeBench, place: str = "simulated drive", **options: object) -> Bench:
+    """Three parameters and one sub-group's states with value 1, on the drive, two of them in CPU memory if wanted."""
+    home, real = PLACES[place]
+    made = bench([param(0, 1, home), param(1, 2), param(2, 1), states(0, 2, home)], twice=True, real=real, **options)
     for key in ALL:
         made.fill(key, 1)
     made.spill(*ALL)
@@ -46,10 +54,10 @@ def holds(made: Bench, key: Key, value: int) -> bool:
     return bool((made.content(key) == value).all())
 
 
-@pytest.mark.parametrize("real", [False, True])
+@everywhere
 @pytest.mark.parametrize("written", [False, True])
-def test_what_is_committed_is_the_value_from_then_on(bench, real, written):
-    made = made_of(bench, real=real)
+def test_what_is_committed_is_the_value_from_then_on(bench, place, written):
+    made = made_of(bench, place)
     step = guess(made, A, B, STATES)
     if written:
         made.store.settle()
@@ -62,10 +70,10 @@ def test_what_is_committed_is_the_value_from_then_on(bench, real, written):
     made.store.check()
 
 
-@pytest.mark.parametrize("real", [False, True])
+@everywhere
 @pytest.mark.parametrize("wants", ["read", "write", "prefetch and read", "save", "forget"])
-def test_whoever_wants_one_of_its_partitions_has_all_of_it_forgotten(bench, real, wants):
-    made = made_of(bench, real=real)
+def test_whoever_wants_one_of_its_partitions_has_all_of_it_forgotten(bench, place, wants):
+    made = made_of(bench, place)
     step = guess(made, A, B, STATES)
     if wants == "save":
         snapshot = Snapshot(ALL)
@@ -109,8 +117,9 @@ def test_who_wants_a_partition_waits_for_the_sub_group_in_work_alone(bench):
     assert holds(made, B, 1) and not made.store.access.begin_work(step)
 
 
-def test_what_goes_on_after_the_commit_is_an_ordinary_step(bench):
-    made = made_of(bench)
+@everywhere
+def test_what_goes_on_after_the_commit_is_an_ordinary_step(bench, place):
+    made = made_of(bench, place)
     step = guess(made, A)
     made.store.access.reserve(step, A, B)
     assert made.store.access.begin_work(step)
@@ -177,3 +186,23 @@ def test_random_guesses_leave_what_was_committed(bench, seed):
             values[key] = 100 + turn
     for key in ALL:
         assert torch.equal(made.content(key), torch.full_like(made.content(key), values[key]))
+
+
+def test_a_commit_while_old_values_are_copied_leaves_nothing_pending(bench):
+    made = made_of(bench, "memory")
+    step, buffers = guess(made, B), made.store._buffers
+    made.store.access.reserve(step, A, STATES)
+    take = buffers.keep_old
+
+    def commit_first(partition: Partition) -> torch.Tensor:
+        made.store.access.commit(step)
+        return take(partition)
+
+    assert made.store.access.begin_work(step)
+    with patch.object(buffers, "keep_old", commit_first), made.store.write(A, STATES, by=step) as partitions:
+        for partition in partitions:
+            partition.buffer.fill_(4)
+    made.store.access.end_work(step, A, STATES)
+    made.store.access.release(step, A, STATES)
+    assert not any(made.store[key].pending for key in ALL)
+    assert holds(made, A, 4) and holds(made, STATES, 4) and buffers._undo.taken_nbytes == 0

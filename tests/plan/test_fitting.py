@@ -31,7 +31,7 @@ def tree() -> ModuleNode:
     return ModuleNode("", "Model", children={"embed": linear("embed", 16_000), "layers": blocks})
 
 
-def inputs(process: int | None, *, zero: dict[str, Any] | None = None) -> PlanInputs:
+def inputs(process: int | None, *, zero: dict[str, Any] | None = None, **top: Any) -> PlanInputs:
     """150 M parameters on NVMe, and one memory of so many bytes."""
     raw = {
         "bf16": {"enabled": True}, "gradient_clipping": 1.0,
@@ -39,6 +39,7 @@ def inputs(process: int | None, *, zero: dict[str, Any] | None = None) -> PlanIn
             "stage": 3, "offload_param": NVME, "offload_optimizer": NVME, "offload_gradients": {"device": "cpu"},
             **(zero or {}),
         },
+        **top,
     }  # fmt: skip
     return PlanInputs(
         tree(), resolve(load_config(raw), ResolveContext()), Topology(), False,
@@ -157,3 +158,17 @@ def test_a_model_that_lies_in_memory_while_its_partitions_are_made_counts(whole)
         refuse(held, plan)
     streamed = replace(asked, free=Capacity(process=built), reserve=Reserve(model_nbytes_max=0))
     refuse(streamed, streamed.plan())
+
+
+def test_steps_are_guessed_beside_an_accelerator_whose_drive_has_the_room():
+    asked = replace(inputs(None), accelerator=True, capacity=Capacity())
+    twice = asked.plan()
+    once = replace(asked, config=inputs(None, speculative_step=False).config).plan()
+    assert twice.policy.speculates and not once.policy.step_in_backward and not inputs(None).plan().policy.speculates
+    # All that moves to the drive and back in a step is there twice: parameters, and their states.
+    assert twice.nvme_nbytes == 2 * once.nvme_nbytes
+    tight = replace(asked, capacity=Capacity(nvme=twice.nvme_nbytes - 1))
+    assert tight.plan() == replace(once, request=tight.plan().request) and tight.fits(tight.plan())
+    # Who has asked for it is told what it takes.
+    wanted = replace(tight, config=inputs(None, speculative_step=True).config)
+    assert not wanted.fits(wanted.plan()) and wanted.plan().nvme_nbytes == twice.nvme_nbytes

@@ -81,6 +81,10 @@ REQUESTS = [
 REQUESTS += [replace(request, steps_early=True, persistence_numel=persistent)
              for request in REQUESTS if (request.stage, request.param_tier, request.optimizer_tier) == (3, NVME, NVME)
              for persistent in (0, 100_000)]  # fmt: skip
+# With room for old values in CPU memory: of some, and of all.
+REQUESTS += [replace(request, speculates=True, undo_numel=numel)
+             for request in REQUESTS if request.stage == 3 and CPU in (request.param_tier, request.optimizer_tier)
+             and request.compute_dtype == "bf16" for numel in (70_000, 10**9)]  # fmt: skip
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
@@ -90,6 +94,7 @@ def test_every_plan_is_sound(request_, dp):
     plan = make_plan(spec, Topology(dp=dp), request_)
     extents_are_disjoint(plan)
     pools_are_bounded(plan)
+    old_values_have_room(plan)
     assert (
         execute(plan.schedule, list(plan.full_nbytes()), fetch_nbytes(plan), plan.budget) == plan.pools.gathered_nbytes
     )
@@ -119,7 +124,12 @@ def extents_are_disjoint(plan: Plan) -> None:
     at = 0
     spared: set[Key] = set()
     for group in plan.sub_groups if plan.policy.step_in_backward else ():
-        if not any(plan.placement.units[piece.unit].whole for piece in group.slices):
+        units = [plan.placement.units[piece.unit] for piece in group.slices]
+        whole = any(unit.whole for unit in units)
+        if {plan.placement.states[group.index], *(unit.param for unit in units)} == {NVME}:
+            assert (group.index in plan.undone) == (not whole)
+        if group.index in plan.undone:
+            assert not whole
             spared |= {Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)}
     for spec in plan.partitions:
         assert (spec.extent is not None) == (spec.home is NVME and spec.nbytes > 0)
@@ -129,6 +139,22 @@ def extents_are_disjoint(plan: Plan) -> None:
             assert extent.nbytes == spec.nbytes
             at += spec.nbytes
     assert plan.nvme_nbytes == at == sum(plan.bytes_by_tier()[NVME].values())
+
+
+def old_values_have_room(plan: Plan) -> None:
+    """What is stepped in backward can be undone: on NVMe by a second extent, in CPU memory from a pool, for which no
+    more is taken than was said. What is on the device, or whole, waits.
+    """
+    in_memory, kept = 0, dict[Key, int]()
+    for group in plan.step_parts().in_backward:
+        keys = [Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)]
+        specs = [plan.partition(key) for key in keys]
+        assert all(spec.home is CPU or spec.spare is not None for spec in specs)
+        assert not any(plan.placement.units[piece.unit].whole for piece in group.slices)
+        kept |= {spec.key: spec.nbytes for spec in specs if spec.home is CPU}
+        in_memory += group.numel if any(spec.home is CPU for spec in specs) else 0
+    assert in_memory <= plan.request.undo_numel
+    assert sum(kept.values()) <= plan.pools.undo_nbytes <= sum(kept.values()) + len(kept) * EXTENT_ALIGNMENT
 
 
 def pools_are_bounded(plan: Plan) -> None:
