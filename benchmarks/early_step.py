@@ -85,7 +85,14 @@ def main() -> None:
                 for name, ratio in ratios.items()
             ]  # fmt: skip
     if given.json is not None:
-        given.json.write_text(json.dumps({
+        record(given, drive, rows)
+
+
+def record(given: argparse.Namespace, drive: float, rows: list[dict[str, Any]]) -> None:
+    """Write the rows as a topic of the page of benchmarks."""
+    assert given.json is not None
+    given.json.write_text(
+        json.dumps({
             "topic": "A step that begins in backward",
             "claim": "Where a program waits for its accelerator as long as the drive needs for the step, a clipped "
             "step that is guessed takes at most 1.10 times that, an unclipped one 1.05.",
@@ -95,7 +102,8 @@ def main() -> None:
             f"blocks only wait, forward : backward 1 : 2. The step alone took {drive:.2f} s. Medians of {given.rounds} "
             "rounds by turns. A whole step also gathers parameters twice.",
             "rows": rows,
-        }, indent=1) + "\n")  # fmt: skip
+        }, indent=1) + "\n"
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

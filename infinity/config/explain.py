@@ -44,6 +44,7 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "aio.intra_op_parallelism": "chosen from the machine",
         "aio.drive_weights": f"from {profile}, or measured" if profile else "measured at the start",
         **{f"memory.{tier}.max_bytes": _MACHINE for tier in ("gpu", "cpu", "nvme")},
+        "speculative_step": "beside an accelerator whose drive has the room",
         "memory.activations.max_bytes": "measured on the first batch",
         "memory.activations.sequence_length": "nothing is measured before the first batch",
         "activation_checkpointing.offload.nvme_path": "the path of offload_optimizer or offload_param",

@@ -57,6 +57,10 @@ class Norms:
         """Drop what was measured of a unit: its gradients have changed."""
         self._found.pop(unit, None)
 
+    def has(self, unit: int) -> bool:
+        """Whether a unit is measured."""
+        return unit in self._found
+
     def measured(self, unit: int) -> GradStats:
         """Return what was measured of a unit; KeyError where that was forgotten."""
         return self._found[unit]
@@ -77,38 +81,42 @@ class Norms:
         self._waiting.clear()
         return units
 
-    def measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
-        """Measure these units now. `reservation` holds their gradients, if any does, and then releases them."""
+    def measure(self, units: Sequence[int], by: Reservation | None) -> None:
+        """Measure these units now. by: what may hold their gradients."""
         keys = [Key(Kind.GRAD, unit) for unit in units]
-        with self._store.read(*keys, by=reservation) as partitions, trace.span(trace.COMPUTE, "gradient norm"):
+        with self._store.read(*keys, by=by) as partitions, trace.span(trace.COMPUTE, "gradient norm"):
             found = _stats([partition.view(Kind.GRAD) for partition in partitions])
         self._found.update(zip(units, found, strict=True))
-        if reservation is not None:
-            self._store.access.release(reservation, *keys)
 
-    def by_unit(self) -> dict[int, GradStats]:
+    def measure_reserved(self, units: Sequence[int], reservation: Reservation) -> None:
+        """Measure these units, whose gradients a reservation holds until then."""
+        self.measure(units, reservation)
+        self._store.access.release(reservation, *(Key(Kind.GRAD, unit) for unit in units))
+
+    def by_unit(self, by: Reservation | None = None) -> dict[int, GradStats]:
         """Return the sum of squares (fp64) and the number of non-finite elements of each trained unit, in the plan's
-        order, and forget them. Measures what is not measured yet.
+        order, and forget them. Measures what is not measured yet. by: what may hold gradients that are in memory.
         """
         self._waiting.clear()
+        homes = self._plan.placement.units
         for units in self._together([each.index for each in self._trained if each.index not in self._found]):
-            self.measure(units, None)
+            self.measure(units, None if any(homes[unit].grad.on_drive for unit in units) else by)
         found = {layout.index: self._found[layout.index] for layout in self._trained}
         self._found.clear()
         return found
 
     def of_all_ranks(
-        self, flags: StepFlags, alike: Sequence[tuple[str, object]]
+        self, flags: StepFlags, alike: Sequence[tuple[str, object]], by: Reservation | None
     ) -> tuple[float, int, StepFlags]:
         """Return (sum of squares, number of non-finite elements) of all ranks' gradients, and the flags that some rank
         has raised; the same bits on every rank. Collective; DesyncError where ranks
-        have other numbers in `alike`.
+        have other numbers in `alike`. by: as in `by_unit`.
 
         Ranks exchange a sum for each unit, and all of these are added exactly and rounded once: the order of units and
         ranks does not matter.
         """
         mine = [0.0] * (2 * self.numbers.count)
-        for unit, stats in self.by_unit().items():
+        for unit, stats in self.by_unit(by).items():
             if self.tells(unit):
                 at = 2 * self.numbers.number(unit)
                 mine[at : at + 2] = stats

@@ -164,8 +164,10 @@ class _InBackward:
         self._rests = rests
         # Steps that are still to wait, with the one at hand, and how many will after the next wrong guess.
         self._resting, self._rest = 0, _REST
-        # Of the gradients that have come in this backward: a lower bound of what the step's norm is made of.
+        # Of the gradients that have come in this backward: a lower bound of what the step's norm is made of; and a unit
+        # whose gradients may still be on their way.
         self._squares = 0.0
+        self._coming: list[int] = []
         # Units whose gradients are still to come before the step.
         self._expected: set[int] = set()
 
@@ -176,10 +178,17 @@ class _InBackward:
     def begin(self, early: _EarlyStep) -> None:
         """A step begins."""
         self.early = early
-        self._squares = 0.0
+        self._squares, self._coming = 0.0, []
+
+    def came(self, unit: int, *, late: bool) -> list[int]:
+        """A unit's gradients are final: return the units whose gradients are there, with `late` those before."""
+        came, self._coming = [*self._coming, unit], []
+        if late:
+            came, self._coming = came[:-1], [unit]
+        return came
 
     def add(self, squares: float) -> float:
-        """A unit's gradients have come: return the sum of squares of all that have."""
+        """Return the sum of squares of all gradients that have come."""
         self._squares += squares
         return self._squares
 
@@ -344,15 +353,11 @@ class OptimizerStep:
         self._move(StepState.ACCUMULATING)
         self._norms.forget(unit)
         passes = self._plan.placement.units[unit].grad.on_drive
-        if final and (passes or self._backward.early is not None):
+        if final and passes:
             # What passes through memory on its way to a drive is measured there.
             self._norms.measure([unit], None)
-        if self._backward.early is not None and final and self._plan.policy.speculates:
-            squares, nonfinite = self._norms.measured(unit)
-            norm = math.sqrt(self._backward.add(squares)) * self.grad_factor
-            skips = bool(nonfinite) and self._config.checks_gradients
-            if skips or clip_factor(norm, self._config.clip_norm) < 1.0:
-                self._forget_early("wrong")
+        if self._backward.early is not None and final:
+            self._judge_early(self._backward.early, unit)
         if self._backward.early is not None and final:
             self._step_early(self._backward.early, unit, arrived)
         elif final and self._plan.policy.step_behind:
@@ -364,7 +369,7 @@ class OptimizerStep:
             if not passes and (units := self._norms.batch(unit)):
                 reservation = Reservation()
                 self._store.access.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
-                self._worker.submit(reservation, self._norms.measure, units, reservation)
+                self._worker.submit(reservation, self._norms.measure_reserved, units, reservation)
 
     def changes(self, unit: int) -> None:
         """Gradients are about to be added to those of a unit that were said to be final: do not begin to measure
@@ -382,6 +387,22 @@ class OptimizerStep:
         self.age += 1
         self.forget()
         self.synchronize()
+
+    def _judge_early(self, early: _EarlyStep, unit: int) -> None:
+        """Measure gradients that have come, and give a guess up that they prove wrong. An accelerator goes on computing
+        meanwhile: what it has delivered before is measured, and this unit's gradients with the next ones.
+        """
+        came = self._backward.came(unit, late=self._plan.request.accelerator)
+        for each in came:
+            if not self._norms.has(each):
+                self._norms.measure([each], early.reservation)
+        if not self._plan.policy.speculates:
+            return
+        for squares, nonfinite in map(self._norms.measured, came):
+            norm = math.sqrt(self._backward.add(squares)) * self.grad_factor
+            skips = bool(nonfinite) and self._config.checks_gradients
+            if skips or clip_factor(norm, self._config.clip_norm) < 1.0:
+                self._forget_early("wrong")
 
     def _step_early(self, early: _EarlyStep, unit: int, arrived: Sequence[bool]) -> None:
         """Step the sub-groups that have all gradients now."""
@@ -433,10 +454,12 @@ class OptimizerStep:
         arrived: by unit, which of its parameters have had a gradient on some rank. elsewhere: the names of parameters
         of other stages that have. flags: what this rank tells the others.
         """
-        if self._backward.early is None:
+        early = self._backward.early
+        if early is None:
             # A step that has begun in backward is not waited for.
             self.synchronize()
-        squares, count, heard = self._norms.of_all_ranks(flags, self._numbers(param_groups))
+        by = None if early is None else early.reservation
+        squares, count, heard = self._norms.of_all_ranks(flags, self._numbers(param_groups), by)
         config, unscale = self._config, self.grad_factor
         norm = math.sqrt(squares) * unscale if not count else math.inf
         skipped = bool(count) and (config.checks_gradients or not self.rule.guarded)

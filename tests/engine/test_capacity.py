@@ -27,7 +27,8 @@ from tests.support.spawn import run_ranks
 def chosen(config: dict[str, Any]) -> dict[str, Any]:
     """The same with every bound that may be lowered chosen: as it is by default."""
     zero = ZeroOptimization()
-    bounds = {name: getattr(zero, name) for name in (path.rpartition(".")[2] for path in KEYS.values())}
+    names = [path.removeprefix("zero_optimization.") for path in KEYS.values()]
+    bounds = {name: getattr(zero, name) for name in names if "." not in name}
     return {**config, "zero_optimization": {**bounds, **config["zero_optimization"]}}
 
 
