@@ -106,7 +106,7 @@ class Norms:
         return found
 
     def of_all_ranks(
-        self, flags: StepFlags, alike: Sequence[tuple[str, object]], by: Reservation | None
+        self, flags: StepFlags, alike: Sequence[tuple[str, object]], by: Reservation | None = None
     ) -> tuple[float, int, StepFlags]:
         """Return (sum of squares, number of non-finite elements) of all ranks' gradients, and the flags that some rank
         has raised; the same bits on every rank. Collective; DesyncError where ranks
