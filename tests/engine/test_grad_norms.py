@@ -137,7 +137,7 @@ def test_a_norm_over_two_axes_counts_once_what_several_ranks_have(monkeypatch: p
         """(the result, what the rank has told)."""
         said: list[list[float]] = []
         monkeypatch.setattr(norms, "agree_on_numbers", lambda mine, *_, **__: (said.append(mine), rows or [mine])[1])
-        monkeypatch.setattr(Norms, "by_unit", lambda _: {unit: squares(unit, data, tensor) for unit in range(4)})
+        monkeypatch.setattr(Norms, "by_unit", lambda *_: {unit: squares(unit, data, tensor) for unit in range(4)})
         plan = SimpleNamespace(
             pipeline=None, told_elsewhere=frozenset(),
             layouts=[SimpleNamespace(slots=(), trainable=True, replica=replica) for _, replica in UNITS],
