@@ -182,7 +182,8 @@ def main() -> int:
     print(f"{len(cells)} cells of {len(found)} settings in {time.monotonic() - began:.0f} s; {len(faults)} wrong")
     print("\n".join(faults))
     if given.json is not None:
-        record = {"date": f"{date.today()}", "command": f"python -m tests.speculation_matrix --ranks {given.ranks}", "steps": STEPS,
+        command = f"python -m tests.speculation_matrix --ranks {given.ranks}"
+        record = {"date": f"{date.today()}", "command": command, "steps": STEPS,
                   "cells": len(cells), "settings": len(found), "wrong": faults, "torch": torch.__version__}  # fmt: skip
         given.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if faults else 0
