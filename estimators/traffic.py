@@ -93,6 +93,8 @@ def landings(plan: Plan, groups: Iterable[SubGroup]) -> dict[int, list[SubGroup]
 
 def old_nbytes(plan: Plan) -> dict[int, int]:
     """Bytes of old values in CPU memory that are copied before a sub-group is stepped in backward, by its index."""
+    if not plan.pools.undo_nbytes:
+        return {}
     states = {spec.key.index: spec for spec in plan.partitions if spec.key.kind is Kind.STATES}
     width, found = DTYPE_NBYTES[plan.request.compute_dtype], dict[int, int]()
     for group in plan.step_parts().in_backward:

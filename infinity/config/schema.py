@@ -491,7 +491,7 @@ class Config(Section):
     limit and finite. The results go to a second place on the drive and take effect in step(), or are thrown away and
     stepped again: the bits are those of a step that waits. Absent or "auto": beside an accelerator, where the drive has
     the room; after a wrong guess it rests for some steps, each time for longer. true: also without an accelerator and
-    without rests, and for what lies in CPU memory, of which half of what is free then holds old values."""
+    without rests, and for what lies in CPU memory, where old values then take at most half of what is free."""
     check_grad_overflow: Flag = True
     """Ours, for fp32 and bf16. Skip a step that has non-finite gradients, at every stage. False leaves out only the
     non-finite elements. Without clipping, false also steps a sub-group whose states and parameters are on NVMe during

@@ -140,10 +140,11 @@ def remarks(inputs: PlanInputs, model: nn.Module, plan: Plan, device: Device) ->
     lines = [*inputs.config.report(), *inputs.axis.remarks, *_checkpoint_room(inputs, model, plan)]
     if lowered := lowered_in_words(inputs.request, plan):
         lines.append(f"fitted to the memory that is free: {lowered}")
-    if inputs.config.sections.speculative_step is True and not plan.policy.step_in_backward:
+    if inputs.config.speculates_always and not plan.policy.step_in_backward:
         lines.append(
             "speculative_step: true has no effect here: no step begins in backward without overlap, with an optimizer "
-            "that torch runs, below stage 3, or where no sub-group has all its states and parameters on NVMe"
+            "that torch runs, below stage 3, or where no sub-group has all its states and parameters on NVMe, or in "
+            "CPU memory with room for their old values"
         )
     in_memory = in_process(plan.bytes_by_tier(), accelerator=device.own_memory)
     parts = (

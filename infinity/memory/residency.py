@@ -67,7 +67,7 @@ class Buffers:
                 with ledger.taking(Tier.CPU, {Kind.POOL: nbytes}, f"the {name} pool"):
                     self.arenas[name] = Arena(name, host.allocate(nbytes))
 
-    def keep_old(self, partition: Partition) -> Tensor:
+    def take_old(self, partition: Partition) -> Tensor:
         """Return a buffer of the undo pool for a copy of a partition's value in memory."""
         assert self._undo is not None and partition.buffer is not None
         room = self._undo.take(partition.spec.nbytes)
@@ -75,7 +75,7 @@ class Buffers:
         return room
 
     def give_old(self, buffer: Tensor) -> None:
-        """Return what `keep_old` has handed out."""
+        """Return what `take_old` has handed out."""
         assert self._undo is not None
         self._undo.give(buffer)
 

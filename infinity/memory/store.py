@@ -138,7 +138,9 @@ class TieredStore:
                 with self._lock:
                     partitions = self._acquire(keys, by, fresh=fresh, prefix_nbytes=prefix_nbytes)
                     if by is not None and by.pending:
-                        old = {each.key: self._buffers.keep_old(each) for each in partitions if _in_memory_only(each)}
+                        # What a write would lose, because no drive has it.
+                        lost = [each for each in partitions if not (each.on_drive or each.pending)]
+                        old = {each.key: self._buffers.take_old(each) for each in lost}
                 for key, room in old.items():
                     # Without the lock: nobody else may write what is claimed for a step.
                     value = self[key].buffer
@@ -449,11 +451,6 @@ class TieredStore:
     def _drop(self, partition: Partition, claims: int = 0) -> bool:
         """Free a clean buffer that no party claims, the caller's own `claims` aside; return whether it did."""
         return self.access.claims(partition.key) <= claims and self._residency.drop(partition)
-
-
-def _in_memory_only(partition: Partition) -> bool:
-    """Whether a partition's committed value would be lost by a write."""
-    return not partition.on_drive and not partition.pending
 
 
 def open_store(config: ResolvedConfig, plan: Plan, *, rank: int, device: Device, ledger: Ledger) -> TieredStore:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from infinity.base.sizes import format_bytes
@@ -298,6 +299,7 @@ class PlanInputs:
             part = self.part_of(spec) if split is None else PipelinePart(split, self.index)
             spec = part_of(spec, part)
 
+        @lru_cache(maxsize=1)
         def plan_of(request: PlanRequest) -> Plan:
             # Where every home is named, a plan is the same under any limits.
             return make(spec, self.topology, request, self.limits if self._by_budget else None, part)
@@ -321,7 +323,7 @@ class PlanInputs:
         request = plan.request
         may = (request.steps_early or request.speculates) and not request.unified and not self._by_budget
         # It takes as much memory again as what it is for: for who asks for it.
-        if not may or self.config.sections.speculative_step is not True or not self.fits(plan):
+        if not (may and self.config.speculates_always and self.fits(plan)):
             return plan
         numel = sum(group.numel for group in plan.sub_groups)
         whole = plan_of(replace(request, undo_numel=numel))

@@ -91,7 +91,7 @@ class ExecutionPolicy:
     step_behind: bool
     # Some of those begin in backward, when their gradients are complete. See [Note: step in backward].
     step_in_backward: bool
-    # They do so before the norm is known that the step waits for. See [Note: speculation].
+    # They do so before the norm is known that the step waits for. See [Note: guessed norm].
     speculates: bool
 
 

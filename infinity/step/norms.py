@@ -57,12 +57,10 @@ class Norms:
         """Drop what was measured of a unit: its gradients have changed."""
         self._found.pop(unit, None)
 
-    def has(self, unit: int) -> bool:
-        """Whether a unit is measured."""
-        return unit in self._found
-
-    def measured(self, unit: int) -> GradStats:
-        """Return what was measured of a unit; KeyError where that was forgotten."""
+    def of_unit(self, unit: int, by: Reservation | None) -> GradStats:
+        """Return the sum of squares and the number of non-finite elements of one unit. by: as in `measure`."""
+        if unit not in self._found:
+            self.measure([unit], by)
         return self._found[unit]
 
     def unqueue(self, unit: int) -> None:

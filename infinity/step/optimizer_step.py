@@ -24,7 +24,7 @@ begins only for sub-groups whose old values stay on NVMe (see [Note: slots]); un
 `step()` compares the guess with what holds then. If it was right, the new values are committed; else everything is
 stepped from the old ones, with the gradients, which stay where they are until then.
 
-[Note: speculation] Where a step waits for the norm of all gradients, to clip them or to find one that is not finite,
+[Note: guessed norm] Where a step waits for the norm of all gradients, to clip them or to find one that is not finite,
 the guess is also that their factor is the one of a step that is not clipped. `clip_factor` is then exactly 1, so that
 the values are those of the step that waits, bit for bit; from values that were stepped with a wrong factor the right
 ones could not be computed. What this rank has measured is a lower bound of the norm: as soon as it is over the limit,
@@ -392,13 +392,10 @@ class OptimizerStep:
         """Measure gradients that have come, and give a guess up that they prove wrong. An accelerator goes on computing
         meanwhile: what it has delivered before is measured, and this unit's gradients with the next ones.
         """
-        came = self._backward.came(unit, late=self._plan.request.accelerator)
-        for each in came:
-            if not self._norms.has(each):
-                self._norms.measure([each], early.reservation)
-        if not self._plan.policy.speculates:
-            return
-        for squares, nonfinite in map(self._norms.measured, came):
+        for came in self._backward.came(unit, late=self._plan.request.accelerator):
+            squares, nonfinite = self._norms.of_unit(came, early.reservation)
+            if not self._plan.policy.speculates:
+                continue
             norm = math.sqrt(self._backward.add(squares)) * self.grad_factor
             skips = bool(nonfinite) and self._config.checks_gradients
             if skips or clip_factor(norm, self._config.clip_norm) < 1.0:

@@ -192,14 +192,14 @@ def test_a_commit_while_old_values_are_copied_leaves_nothing_pending(bench):
     made = made_of(bench, "memory")
     step, buffers = guess(made, B), made.store._buffers
     made.store.access.reserve(step, A, STATES)
-    take = buffers.keep_old
+    take = buffers.take_old
 
     def commit_first(partition: Partition) -> torch.Tensor:
         made.store.access.commit(step)
         return take(partition)
 
     assert made.store.access.begin_work(step)
-    with patch.object(buffers, "keep_old", commit_first), made.store.write(A, STATES, by=step) as partitions:
+    with patch.object(buffers, "take_old", commit_first), made.store.write(A, STATES, by=step) as partitions:
         for partition in partitions:
             partition.buffer.fill_(4)
     made.store.access.end_work(step, A, STATES)
