@@ -41,6 +41,7 @@ def conflicts(config: Config) -> list[str]:
         )
     return (
         complaints
+        + _every_step(config)
         + _axis_names(config)
         + _param_dtype(config)
         + _workers(config)
@@ -48,6 +49,34 @@ def conflicts(config: Config) -> list[str]:
         + _checkpointing(config)
         + _schedule(config)
     )
+
+
+def _every_step(config: Config) -> list[str]:
+    name = f'checkpoint.every_step is "{config.checkpoint.every_step}"'
+    if config.checkpoint.every_step == "off":
+        return []
+    complaints = []
+    if config.checkpoint.path is None:
+        complaints.append(
+            f"{name} but checkpoint.path is not set: set it to the folder of the run's checkpoints, by which the run is "
+            "known again"
+        )
+    if not any(section.nvme_path for section in config.zero_optimization.offloads):
+        complaints.append(
+            f"{name} but nothing has an nvme_path: name a folder on a drive in zero_optimization.offload_optimizer or "
+            "offload_param; what stays in memory is copied there after each step"
+        )
+    if config.aio.checksum is False:
+        complaints.append(
+            f"{name} but aio.checksum is false: what a killed run has left is only known to be whole by its checksums: "
+            "remove aio.checksum"
+        )
+    if config.checkpoint.every_step == "power" and config.provenance.given.get("aio.checksum") == "sampled":
+        complaints.append(
+            f'{name} but aio.checksum is "sampled": a drive that loses power may lose any block: set aio.checksum to '
+            "true, or remove it"
+        )
+    return complaints
 
 
 def tensor_sizes(config: Config) -> dict[str, int]:

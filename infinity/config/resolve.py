@@ -528,6 +528,9 @@ def _settle_defaults(config: Config) -> tuple[Config, dict[str, str]]:
             path = "zero_optimization.offload_gradients.nvme_path"
             config = replaced(config, path, folders)
             chosen[path] = "the path of offload_optimizer or offload_param"
+    if config.checkpoint.every_step == "power" and "aio.checksum" not in config.provenance.given:
+        config = replaced(config, "aio.checksum", True)
+        chosen["aio.checksum"] = 'checkpoint.every_step is "power": a drive without power may lose any block'
     if not config.zero_optimization.sub_group_size:
         config = replaced(config, "zero_optimization.sub_group_size", ZeroOptimization().sub_group_size)
         chosen["zero_optimization.sub_group_size"] = "default: the file has 0"

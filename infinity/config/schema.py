@@ -26,6 +26,7 @@ from infinity.config.section import (
     Differs,
     Drives,
     Dtype,
+    EveryStep,
     Flag,
     FlagOrAuto,
     FractionAboveZero,
@@ -423,6 +424,10 @@ class Checkpoint(Section):
     path: Location | None = None
     """Ours. Location of the checkpoints that the engine writes by itself (on_signal, and when max_skipped_steps is
     reached), and the default folder of resume()."""
+    every_step: EveryStep = "off"
+    """Ours. What a run that dies in any moment loses at most one step to: "process", a killed process; "power", the
+    machine, too, because each step is flushed to the drive. Each step is written beside the one before it, with a small
+    record, so that resume() goes on from the swap files. "off" removes them with the process."""
     on_signal: SignalNames = ()
     """Ours. Signals, such as ["SIGTERM", "SIGUSR1"], after which the engine finishes the running step, saves a
     checkpoint in `path` and ends the program with status 0."""

@@ -19,6 +19,12 @@ the extents' roles; `forget` returns to the committed value, wherever the pendin
 pending, and a version becomes pending only if the committed one is on the drive. Of a partition whose home is CPU
 memory the committed value is copied to a buffer of the undo pool before (`undo`), and `forget` copies it back.
 
+[Note: records] With `checkpoint.every_step` a record names, of each partition that is saved, the extent with its value
+after a step. That extent is not written: the first change after a record goes to the other extent, and further ones of
+the same step, too. So a process that is killed leaves the values of its latest record whole, whatever it was writing. A
+partition whose home is memory has extents as well; only a record writes them. One that is not trained has one extent,
+and cannot be changed once a record names it.
+
 [Note: zero tails] Moments begin as zero, and most of a model's states are moments. So a value may be zero from some
 byte on (`prefix_nbytes`). The tail behind that byte is neither written nor read until a writer fills it; in memory it
 is zeroed when the buffer is first lent. A value that is zero from its first byte on takes no transfer at all.
@@ -76,8 +82,8 @@ class Partition:
     """One slice, every move of which it checks. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
     __slots__ = (
-        "_prefixes", "_turned", "_views", "buffer", "on_drive", "pending", "rank", "readers", "spec", "state",
-        "transfer", "undo", "unset", "writer",
+        "_prefixes", "_turned", "_views", "buffer", "on_drive", "pending", "rank", "readers", "recorded", "spec",
+        "state", "transfer", "undo", "unset", "writer",
     )  # fmt: skip
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
@@ -92,6 +98,8 @@ class Partition:
         self.writer = False
         # Whether the value may still be forgotten, and whether the spare extent has the committed value.
         self.pending = self._turned = False
+        # The slot that a record names; None without one. See [Note: records].
+        self.recorded: int | None = None
         # The committed value of one in CPU memory whose pending value `buffer` holds.
         self.undo: Tensor | None = None
         # The byte from which on the value is zero, by extent; where memory has a newer value, of that one.
@@ -113,12 +121,22 @@ class Partition:
     @property
     def extent(self) -> Extent | None:
         """The place on the drive that holds the value, or will: see [Note: slots]."""
-        return self.spec.spare if self._turned is not self.pending else self.spec.extent
+        return self.spec.spare if self.slot else self.spec.extent
+
+    @property
+    def slot(self) -> int:
+        """Which of its extents that is: 1 for the spare one."""
+        return int(self._turned is not self.pending)
+
+    @property
+    def changed(self) -> bool:
+        """Whether its value is not the one that a record names."""
+        return self.slot != self.recorded
 
     @property
     def prefix_nbytes(self) -> int:
         """Bytes of the extent before the zeros. See [Note: zero tails]."""
-        return self._prefixes[self._turned is not self.pending]
+        return self._prefixes[self.slot]
 
     @property
     def leased(self) -> bool:
@@ -136,12 +154,14 @@ class Partition:
             view = self._views[kind] = self._make_view(kind)
         return view
 
-    def materialize(self, buffer: Tensor, *, prefix_nbytes: int | None = None) -> None:
+    def materialize(self, buffer: Tensor, *, prefix_nbytes: int | None = None, same: bool = False) -> None:
         """Give an absent partition a buffer whose content is its new value, or the first `prefix_nbytes` bytes of it;
-        the rest of the value is zero, whatever the buffer holds there.
+        the rest of the value is zero, whatever the buffer holds there. same: it is the value that it had.
         """
         # RESIDENT -> DIRTY is legal, too, but only for a writer.
         self._forbid(self.state is not State.ABSENT, "materialize")
+        if not same:
+            self._leave_recorded("materialize")
         self._move(State.DIRTY if self.on_drive else State.RESIDENT, "materialize")
         self.buffer = buffer
         self._set_prefix(prefix_nbytes)
@@ -155,8 +175,33 @@ class Partition:
 
     def _set_prefix(self, nbytes: int | None) -> None:
         nbytes = self.spec.nbytes if nbytes is None else align_up(nbytes, EXTENT_ALIGNMENT)
-        self._prefixes[self._turned is not self.pending] = nbytes
+        self._prefixes[self.slot] = nbytes
         self.unset = nbytes < self.spec.nbytes
+
+    def record(self) -> None:
+        """A record names the value as it is now."""
+        self.recorded = self.slot
+
+    def restore(self, slot: int, prefix_nbytes: int) -> None:
+        """Take the value that a record of an earlier process names: it lies in an extent, whose first bytes these are,
+        and memory has it already where that is its home.
+        """
+        self._forbid(self.leased or (self.on_drive and self.state is not State.ABSENT), "restore")
+        self._turned = bool(slot)
+        self._prefixes[slot] = prefix_nbytes
+        if self.on_drive:
+            self.state = State.SPILLED
+        self.record()
+
+    def forget_record(self) -> None:
+        """No record names a value any more."""
+        self.recorded = None
+
+    def _leave_recorded(self, move: str) -> None:
+        """Before the value changes: see [Note: records]."""
+        if self.recorded == self.slot:
+            self._forbid(self.spec.spare is None or self.pending, f"{move} what a record names")
+            self._turned = not self._turned
 
     def begin_fetch(self, buffer: Tensor, submit: Callable[[], Transfer]) -> None:
         """Fill `buffer` from the drive. Nothing has changed if `submit` raises."""
@@ -168,7 +213,7 @@ class Partition:
 
     def begin_flush(self, submit: Callable[[], Transfer]) -> None:
         """Write the buffer to the drive. Nothing has changed if `submit` raises."""
-        self._forbid(self.writer, "flush")
+        self._forbid(self.writer or not self.changed, "flush")
         self._allow(State.WRITING, "flush")
         self.transfer = submit()
         self._move(State.WRITING, "flush")
@@ -240,6 +285,7 @@ class Partition:
             self.pending, self.undo = True, undo
         self._forbid(self.pending and not pending, "write over a pending version")
         self._forbid(self.unset and not starts, "write")
+        self._leave_recorded("write")
         if not starts:
             self._set_prefix(None)
         if self.on_drive and self.state is State.RESIDENT:
@@ -286,6 +332,7 @@ class Partition:
             self.pending and ((self.spec.spare is None and self.undo is None) or self.state is State.ABSENT),
             self.undo is not None and not self.pending,
             self.unset and (self.buffer is None or self.readers > 0),
+            self.state in (State.DIRTY, State.WRITING) and not self.changed,
         ]
         if any(broken):
             raise self.error(f"pass invariant {broken.index(True) + 1}")

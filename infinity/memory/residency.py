@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +30,9 @@ from infinity.memory.partition import Partition, State
 from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.tiers.base import MemoryBackend, TierBackend
 from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory
-from infinity.plan.plan import Pools
+from infinity.plan.plan import COPY_NBYTES, Pools
 from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Tier
 
 # In a recording: what lies in the arenas, by arena.
@@ -59,6 +60,11 @@ class Buffers:
         if pools.undo_nbytes:
             with ledger.taking(Tier.CPU, {Kind.POOL: pools.undo_nbytes}, "old values of what is stepped in backward"):
                 self._undo = Arena("undo", page_aligned(pools.undo_nbytes, inherited=False)[: pools.undo_nbytes])
+        # What of device partitions is on its way to their copies on a drive.
+        self.copies = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if pools.copies_nbytes:
+            with ledger.taking(Tier.CPU, {Kind.POOL: pools.copies_nbytes}, "copies of device memory for records"):
+                self.copies = host.allocate(pools.copies_nbytes)
         self.arenas: dict[str, Arena] = {}
         sizes = {Kind.PARAM: pools.param_nbytes, Kind.STATES: pools.states_nbytes, Kind.GRAD: pools.grad_nbytes}
         for kind, nbytes in sizes.items():
@@ -177,6 +183,8 @@ class Buffers:
                 self.book(partition, -1)
         self._ledger.add(Tier.CPU, Kind.POOL, -self.staging.nbytes)
         self.staging = self.staging[:0].clone()
+        self._ledger.add(Tier.CPU, Kind.POOL, -self.copies.nbytes)
+        self.copies = self.copies[:0].clone()
         if self._undo is not None:
             self._ledger.add(Tier.CPU, Kind.POOL, -self._undo.nbytes)
             self._undo.close()
@@ -315,6 +323,55 @@ class Residency:
                 if not self._overlap:
                     self.settle(partition)
 
+    def write_copy(self, partition: Partition, device: Device) -> list[Transfer]:
+        """Submit the write of a value in memory to its extent; the buffer must stay as it is until it has ended. Call it
+        without the lock.
+        """
+        backend, buffer, found = self.backends[Tier.NVME], partition.buffer, list[Transfer]()
+        assert buffer is not None
+        for extent, begin in copy_pieces(partition, partition.slot):
+            piece = buffer[begin : begin + extent.nbytes]
+            if buffer.is_cpu:
+                found.append(backend.write(extent, piece))
+            else:
+                room = self.buffers.copies[: extent.nbytes]
+                device.arrived(device.copy(room, piece))
+                backend.write(extent, room).wait()
+        return found
+
+    def read_copy(self, partition: Partition, slot: int, device: Device) -> None:
+        """Read a value in memory from one of its extents into its buffer, under the caller's write lease."""
+        backend, buffer = self.backends[Tier.NVME], partition.buffer
+        assert buffer is not None
+        pieces = [(extent, buffer[begin : begin + extent.nbytes]) for extent, begin in copy_pieces(partition, slot)]
+        moved = [backend.read(extent, piece) for extent, piece in pieces if buffer.is_cpu]
+        for transfer in moved:
+            transfer.wait()
+        for extent, piece in [] if buffer.is_cpu else pieces:
+            room = self.buffers.copies[: extent.nbytes]
+            backend.read(extent, room).wait()
+            device.arrived(device.copy(piece, room))
+
+    def checksums(self, partition: Partition) -> list[int]:
+        """Return the checksums of what its extent holds, piece by piece."""
+        drive = partition.spec.drive
+        if drive is None:
+            return []
+        written = _written(partition, partition.slot, partition.prefix_nbytes)
+        return [crc for extent in written for crc in self.backends[drive].checksums(extent)]
+
+    def expect(self, partition: Partition, slot: int, prefix_nbytes: int, checksums: Sequence[int]) -> None:
+        """Note what another process has written to one of its extents: as `checksums` returned it there. ValueError where
+        these are not as many.
+        """
+        given, drive = iter(checksums), partition.spec.drive
+        backend = None if drive is None else self.backends[drive]
+        if isinstance(backend, NvmeTier):
+            for extent in _written(partition, slot, prefix_nbytes):
+                backend.expect(extent, given)
+        if next(given, None) is not None:
+            raise ValueError(f"{partition.key} has more checksums than pieces")
+
     def settle(self, partition: Partition) -> None:
         """Wait for a transfer in flight, without the lock; raise its error, after which the buffer is returned."""
         while (transfer := partition.transfer) is not None:
@@ -433,6 +490,25 @@ class Residency:
         if buffer is not None:
             self.eviction.update(partition)
             self.buffers.give(partition, buffer)
+
+
+def _written(partition: Partition, slot: int, prefix_nbytes: int) -> list[PartitionExtent]:
+    """What is moved at once to and from one of its extents."""
+    spec = partition.spec
+    if spec.copied:
+        return [extent for extent, _ in copy_pieces(partition, slot)]
+    extent = spec.spare if slot else spec.extent
+    return [PartitionExtent(extent.offset, prefix_nbytes, spec.key)] if extent is not None and prefix_nbytes else []
+
+
+def copy_pieces(partition: Partition, slot: int) -> Iterator[tuple[PartitionExtent, int]]:
+    """The parts in which a value in memory is written to an extent and read again, each with its first byte."""
+    spec = partition.spec
+    extent = spec.spare if slot else spec.extent
+    assert extent is not None
+    for begin in range(0, spec.nbytes, COPY_NBYTES):
+        nbytes = min(COPY_NBYTES, spec.nbytes - begin)
+        yield PartitionExtent(extent.offset + begin, nbytes, partition.key), begin
 
 
 def _moved(

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 from torch import Tensor
 
@@ -31,11 +33,12 @@ from infinity.memory.residency import Buffers, Residency
 from infinity.memory.scratch import Offloaded, Refuge, SwapFolders
 from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.memory.tiers.registry import backend_of
 from infinity.memory.transaction import AccessControl, Reservation, Snapshot
 from infinity.plan.plan import Plan, Pools
-from infinity.plan.types import Key, PartitionSpec, Tier
+from infinity.plan.types import Key, Kind, PartitionSpec, Tier
 
 # Drives complete writes nearly in order: a finished one is among the first so many, or there is none.
 _WRITES_POLLED = 16
@@ -48,7 +51,7 @@ class TieredStore:
         self, specs: Sequence[PartitionSpec], *, device: Device, host: HostMemory, ledger: Ledger, pools: Pools,
         backends: Mapping[Tier, TierBackend] = {}, rank: int = 0, overlap: bool = True,
     ) -> None:  # fmt: skip
-        self._overlap = overlap
+        self._overlap, self._device = overlap, device
         self._buffers = Buffers(device=device, host=host, ledger=ledger, pools=pools)
         self._residency = Residency(specs, buffers=self._buffers, backends=backends, rank=rank, overlap=overlap)
         self._eviction = self._residency.eviction
@@ -72,7 +75,7 @@ class TieredStore:
             if key in self._offloaded:
                 self._offloaded.restore(key, buffer)
             self._buffers.adopt(key)
-            self[key].materialize(buffer)
+            self[key].materialize(buffer, same=True)
 
     # An idle engine's values elsewhere.
 
@@ -208,6 +211,69 @@ class TieredStore:
         For the saver: all other traffic goes first.
         """
         return self._residency.read_extent(self[key], begin, buffer)
+
+    # Records of a step: see [Note: records] in `infinity.memory.partition`.
+
+    @property
+    def saved(self) -> list[Partition]:
+        """The partitions that a record names: all but gradients."""
+        return [each for each in self._residency.partitions.values() if each.key.kind is not Kind.GRAD]
+
+    def write_down(self) -> None:
+        """Bring all values that changed since the latest record onto the drive, each into an extent that no record names.
+        The program changes none meanwhile (`AccessControl.begin_record`), and no step has one reserved.
+        """
+        with self._lock:
+            saved = self.saved
+            self._residency.flush(each.key for each in saved if each.on_drive)
+            for partition in saved:
+                self._residency.settle(partition)
+        with ExitStack() as leases:
+            moved: list[Transfer] = []
+            try:
+                for partition in saved:
+                    if partition.spec.copied and partition.changed:
+                        leases.enter_context(self.read(partition.key))
+                        moved += self._residency.write_copy(partition, self._device)
+            finally:
+                for transfer in moved:
+                    transfer.wait()
+
+    def places(self) -> list[tuple[int, int, list[int]]]:
+        """Return where `write_down` has put each of the saved values: slot, bytes before the zero tail, and the checksums
+        of what was written, piece by piece.
+        """
+        with self._lock:
+            return [(each.slot, each.prefix_nbytes, self._residency.checksums(each)) for each in self.saved]
+
+    def sync(self) -> None:
+        """Return once all that was written to drives outlasts a loss of power."""
+        for backend in self._residency.backends.values():
+            backend.sync()
+
+    def record(self) -> None:
+        """A record names the values as `write_down` has left them: their extents are not written any more."""
+        with self._lock:
+            for partition in self.saved:
+                partition.record()
+
+    def forget_records(self) -> None:
+        """No record names a value any more."""
+        with self._lock:
+            for partition in self.saved:
+                partition.forget_record()
+
+    def restore(self, places: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Take the values that a record names, as `places` returned them, from the files of a process that has ended.
+        What lives in memory is read; what lives on the drive is read when it is used.
+        """
+        for partition, (slot, prefix_nbytes, checksums) in zip(self.saved, places, strict=True):
+            self._residency.expect(partition, slot, prefix_nbytes, checksums)
+            if partition.spec.copied:
+                with self.write(partition.key, fresh=True):
+                    self._residency.read_copy(partition, slot, self._device)
+            with self._lock:
+                partition.restore(slot, prefix_nbytes)
 
     @property
     def staging(self) -> Tensor:
@@ -384,7 +450,7 @@ class TieredStore:
             except BaseException:
                 self._buffers.give(partition, buffer)
                 raise
-            partition.materialize(buffer)
+            partition.materialize(buffer, same=not fresh)
         elif partition.state is State.SPILLED and not fresh:
             self._fetch(partition, buffer, by)
         else:
@@ -453,8 +519,14 @@ class TieredStore:
         return self.access.claims(partition.key) <= claims and self._residency.drop(partition)
 
 
-def open_store(config: ResolvedConfig, plan: Plan, *, rank: int, device: Device, ledger: Ledger) -> TieredStore:
-    """Allocate the partitions' memory and, where the plan has extents, this rank's bytes on drives."""
+def open_store(
+    config: ResolvedConfig, plan: Plan, *, rank: int, device: Device, ledger: Ledger,
+    found: tuple[Sequence[Path], Sequence[float]] | None = None,
+) -> TieredStore:  # fmt: skip
+    """Allocate the partitions' memory and, where the plan has extents, this rank's bytes on drives.
+
+    found: the swap files of a process that has ended, to take instead of new ones, and the weights of their drives.
+    """
     backends: dict[Tier, TierBackend] = {}
     # Gradients lie in memory like the states that they are stepped with.
     sections = (config.zero.offload_param, config.zero.offload_optimizer)
@@ -465,7 +537,13 @@ def open_store(config: ResolvedConfig, plan: Plan, *, rank: int, device: Device,
                 folders = config.folders(tier.value)
                 assert folders is not None
                 options = queue_options(config, folders)
-                backends[tier] = backend_of(tier).open(folders, nbytes=nbytes, rank=rank, options=options)
+                if found is None or tier is not Tier.NVME:
+                    backends[tier] = backend_of(tier).open(folders, nbytes=nbytes, rank=rank, options=options)
+                else:
+                    options = replace(options, weights=tuple(found[1]))
+                    backends[tier] = NvmeTier.open(
+                        folders, nbytes=nbytes, rank=rank, options=options, found=found[0]
+                    )
                 undo.callback(backends[tier].close)
         store = TieredStore(
             plan.partitions,

@@ -178,6 +178,8 @@ class AccessControl:
         self._stuck: dict[Party, Snapshot | None] = {}
         self._reserved: dict[Key, Reservation] = {}
         self._snapshot: Snapshot | None = None
+        # Whether a record of the latest step is being written: see [Note: records].
+        self._recording = False
 
     # Optimizer steps.
 
@@ -285,6 +287,19 @@ class AccessControl:
             owner = snapshot.owner(key)
             return owner is None or self._reserved.get(key) is not owner
 
+    def begin_record(self) -> None:
+        """Let writers of the program wait until `end_record`: a record is to name the values as they are now, once the
+        steps that have begun are over.
+        """
+        with self._lock:
+            self._recording = True
+
+    def end_record(self) -> None:
+        """End what `begin_record` began."""
+        with self._lock:
+            self._recording = False
+            self._lock.notify_all()
+
     def await_saved(self, *keys: Key) -> None:
         """Wait until partitions may be changed: for callers that change values of units in place, without a lease."""
         with self._lock:
@@ -338,7 +353,10 @@ class AccessControl:
                 self.wait_for_others(by, "optimizer step", key)
 
     def wait_saved(self, keys: Sequence[Key], by: Reservation | None) -> None:
-        """Wait until the snapshot lets `by` change the partitions."""
+        """Wait until the snapshot lets `by` change the partitions, and the program until a record has their values."""
+        saved = next((key for key in keys if key.kind is not Kind.GRAD), None)
+        while saved is not None and by is None and self._recording:
+            self.wait_for_others(by, "record of a step", saved)
         for key in keys:
             while (snapshot := self._snapshot) is not None and snapshot.guards(key, by):
                 snapshot.want(keys)

@@ -373,6 +373,7 @@ class PlanInputs:
             accelerator=self.accelerator, unified=self.unified, accumulates=several,
             reduces_once=config.sections.parallel.reduce == "step", overlap=config.sections.overlap,
             steps_early=config.steps_early and optimizer.guarded,
+            recorded=config.sections.checkpoint.every_step != "off",
             speculates=config.sections.overlap and optimizer.guarded and not config.steps_early and speculates,
         )  # fmt: skip
 

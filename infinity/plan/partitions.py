@@ -139,11 +139,12 @@ def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -
 
 def make_partitions(
     layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement, *, compute_dtype: str,
-    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS, undone: Sequence[int] = (),
+    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS, undone: Sequence[int] = (), recorded: bool = False,
 ) -> tuple[tuple[PartitionSpec, ...], int]:  # fmt: skip
     """Return every partition, those of units first, then one for each sub-group; and the size of all files together.
 
-    undone: sub-groups of which what lies on NVMe is given a second extent. See [Note: slots].
+    undone: sub-groups of which what lies on NVMe is given a second extent. recorded: so is everything that is trained,
+    and what lies in memory has its extents there, too. See [Note: slots].
     """
     made: list[tuple[Key, tuple[ArraySection, ...], Tier]] = []
     for layout, placed in zip(layouts, placement.units, strict=True):
@@ -165,14 +166,17 @@ def make_partitions(
     # The ends of the tiers' files.
     ends: Counter[Tier] = Counter()
     spared = {key for index in undone for key in changed_by(groups[index])}
+    if recorded:
+        spared |= {key for key, *_ in made if key.kind is Kind.STATES or layouts[key.index].trainable}
     for key, sections, home in made:
         extent = spare = None
-        if home.on_drive and (nbytes := aligned_nbytes(sections, home)):
-            extent = Extent(ends[home], nbytes)
-            ends[home] += nbytes
-            if key in spared:
-                spare = Extent(ends[home], nbytes)
-                ends[home] += nbytes
+        drive = home if home.on_drive else Tier.NVME if recorded and key.kind is not Kind.GRAD else None
+        if drive is not None and (nbytes := aligned_nbytes(sections, drive)):
+            extent = Extent(ends[drive], nbytes)
+            ends[drive] += nbytes
+            if key in spared and key.kind is not Kind.GRAD:
+                spare = Extent(ends[drive], nbytes)
+                ends[drive] += nbytes
         specs.append(PartitionSpec(key=key, sections=sections, home=home, extent=extent, spare=spare))
     return tuple(specs), ends.total()
 
@@ -181,6 +185,6 @@ def fetch_nbytes_by_unit(partitions: tuple[PartitionSpec, ...], placement: Place
     """Bytes read from NVMe to gather each unit: 0 for one that is whole for good."""
     sizes = [0] * len(placement.units)
     for spec in partitions:
-        if spec.key.kind is Kind.PARAM and spec.extent is not None and not placement.units[spec.key.index].whole:
+        if spec.key.kind is Kind.PARAM and spec.home.on_drive and not placement.units[spec.key.index].whole:
             sizes[spec.key.index] = spec.nbytes
     return tuple(sizes)

@@ -122,6 +122,8 @@ def make_policy(
 SPLIT_NUMEL_MIN = 1 << 16
 # Where a share is divided off, it is exact to one in so many.
 SHARES_MIN = 256
+# What lies in memory is copied to NVMe in pieces of so many bytes.
+COPY_NBYTES = 8 << 20
 # So many sub-groups are as good as more: a plan's own size, and the time that it takes, stay bounded.
 SUB_GROUPS_MAX = 4096
 
@@ -140,6 +142,8 @@ class Pools:
     staging_nbytes: int = 0
     # Old values of partitions in CPU memory that are stepped in backward.
     undo_nbytes: int = 0
+    # What of device partitions is on its way to their copies on NVMe.
+    copies_nbytes: int = 0
     # Whole units gathered at once, beyond those that are whole for good.
     gathered_nbytes: int = 0
     # Whole gradients as autograd leaves them on parameters.
@@ -150,7 +154,8 @@ class Pools:
     @property
     def in_cpu_nbytes(self) -> int:
         """Bytes of the arenas in CPU memory together."""
-        return self.param_nbytes + self.states_nbytes + self.grad_nbytes + self.staging_nbytes + self.undo_nbytes
+        arenas = self.param_nbytes + self.states_nbytes + self.grad_nbytes
+        return arenas + self.staging_nbytes + self.undo_nbytes + self.copies_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,11 +301,13 @@ class Plan:
 
     def file_nbytes(self, tier: Tier) -> int:
         """Size of this rank's file on a tier of drives."""
-        extents = (extent for spec in self.partitions if spec.home is tier for extent in (spec.extent, spec.spare))
+        extents = (extent for spec in self.partitions if spec.drive is tier for extent in (spec.extent, spec.spare))
         return max((extent.offset + extent.nbytes for extent in extents if extent is not None), default=0)
 
     def kept(self) -> frozenset[int]:
-        """Sub-groups with states on NVMe that stay in memory from step to step."""
+        """Sub-groups with states on NVMe that stay in memory from step to step: none that a killed run is to find."""
+        if self.request.recorded:
+            return frozenset()
         sizes = {
             spec.key.index: spec.nbytes for spec in self.partitions
             if spec.key.kind is Kind.STATES and spec.home.on_drive
@@ -341,8 +348,10 @@ class Plan:
                 nbytes -= section.nbytes
             _add(table, home, Kind.POOL, count * nbytes)
         for spec in self.partitions:
-            if spec.spare is not None:
-                _add(table, spec.home, Kind.POOL, spec.nbytes)
+            # Second extents, and copies of what lies in memory.
+            beside = (spec.extent if spec.copied else None, spec.spare)
+            if spec.drive is not None:
+                _add(table, spec.drive, Kind.POOL, sum(extent.nbytes for extent in beside if extent is not None))
         for layout, placed in zip(self.layouts, self.placement.units, strict=True):
             _add(table, Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
             if self.placement.grad_whole and layout.trainable:
@@ -573,11 +582,14 @@ class _Draft:
         placement = place(layouts, groups, request, topology.dp, homes)
         order = step_order_of(groups, placement, spec.uses)
         early = request.overlap and (request.steps_early or request.speculates) and not placement.grad_whole
+        # A step in backward may not write over a record before every rank has written the next one, which is only
+        # known of all of them when they exchange the norm.
+        early = early and not (request.recorded and topology.world_size > 1)
         undone = undone_of(groups, order, placement, memory_numel=request.undo_numel) if early else ()
         policy = make_policy(request, topology, layouts, placement, undone)
         partitions, nvme_nbytes = make_partitions(
             layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype,
-            moments=request.moments, undone=undone,
+            moments=request.moments, undone=undone, recorded=request.recorded,
         )  # fmt: skip
         width = DTYPE_NBYTES[request.compute_dtype]
         fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
@@ -624,11 +636,16 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
         for group, home in zip(plan.sub_groups, placement.states, strict=True)
         if (request.accelerator or request.unified) and not _in_device_tensors(home, request)
     ]
+    copied = [
+        spec.nbytes for spec in plan.partitions
+        if spec.copied and (request.accelerator or request.unified) and _in_device_tensors(spec.home, request)
+    ]  # fmt: skip
     return Pools(
         param_nbytes=min(sum(params.values()), align_up(busiest, EXTENT_ALIGNMENT)),
         states_nbytes=min(sum(states), _state_buffers(request) * max(states, default=0)),
         grad_nbytes=_grad_nbytes(plan, grads),
         staging_nbytes=max(staged, default=0),
+        copies_nbytes=max((min(COPY_NBYTES, nbytes) for nbytes in copied), default=0),
         gathered_nbytes=plan.schedule.peak_nbytes + around,
         left_nbytes=max(
             left_nbytes(backward, layouts, accelerator=request.accelerator, wire=plan.wire_in_backward), default=0

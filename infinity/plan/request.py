@@ -67,6 +67,9 @@ class PlanRequest:
     speculates: bool = False
     # Elements in CPU memory whose old values have room beside them, so that their step may begin in backward, too.
     undo_numel: int = 0
+    # Whether every value that is saved has places on the drive for its last version and for the next one, so that a
+    # killed run goes on from there.
+    recorded: bool = False
 
 
 # For states of optimizers that this module does not know.

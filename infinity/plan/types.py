@@ -137,19 +137,31 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class PartitionSpec:
-    """One rank's slice at rest: what it holds, where its home is, and, on NVMe, which extents are its own."""
+    """One rank's slice at rest: what it holds, where its home is, and which extents are its own: on NVMe, or of copies
+    there.
+    """
 
     key: Key
     sections: tuple[ArraySection, ...]
     home: Tier
     extent: Extent | None = None
-    # A second one, where a step may begin before it is known to be wanted: see [Note: slots].
+    # A second one, where the value before a step is to outlast it: see [Note: slots].
     spare: Extent | None = None
     # Bytes of the buffer that holds it in memory, padded so that one aligned transfer moves it.
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", aligned_nbytes(self.sections, self.home))
+
+    @property
+    def copied(self) -> bool:
+        """Whether the value lies in memory, and its extents are of copies."""
+        return self.extent is not None and not self.home.on_drive
+
+    @property
+    def drive(self) -> Tier | None:
+        """The tier of the extents; None without any."""
+        return self.home if self.home.on_drive else Tier.NVME if self.extent is not None else None
 
 
 def aligned_nbytes(sections: tuple[ArraySection, ...], home: Tier) -> int:

@@ -318,7 +318,7 @@ def fetch_rate(units: Sequence[Unit], store: TieredStore) -> float:
     chosen, nbytes = [], 0
     for unit in units:
         spec = store[unit.key].spec
-        if spec.extent is not None and nbytes + spec.nbytes <= max(_PROBE_NBYTES, spec.nbytes):
+        if spec.home.on_drive and nbytes + spec.nbytes <= max(_PROBE_NBYTES, spec.nbytes):
             chosen.append(unit.key)
             nbytes += spec.nbytes
     store.drop(*chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -185,16 +186,16 @@ def test_close_removes_the_file_although_a_transfer_failed_unseen(tmp_path, monk
 
 
 def test_a_lock_that_cannot_be_taken_leaves_no_file(tmp_path, monkeypatch):
-    real = os.open
+    real = fcntl.flock
 
-    def refuse(path, flags, *rest, **named):
-        if str(path).endswith(".bin") and flags == os.O_RDONLY | os.O_CLOEXEC:
-            raise OSError(errno.EMFILE, "too many")
-        return real(path, flags, *rest, **named)
+    def refuse(descriptor, how):
+        if how & fcntl.LOCK_NB:
+            raise OSError(errno.EIO, "no answer")
+        return real(descriptor, how)
 
     with Queue("python", threads=1) as queue, monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
-        with pytest.raises(OSError, match="too many"):
+        patch.setattr(fcntl, "flock", refuse)
+        with pytest.raises(OSError, match="no answer"):
             NvmeTier(tmp_path, nbytes=4096, rank=0, queue=queue)
     assert not swap_files(tmp_path)
 

@@ -1,8 +1,10 @@
 """The NVMe tier: one preallocated swap file a rank and drive, moved through asynchronous queues.
 
 A file's name is unique; its process holds a lock on it while it exists, and unlinks it on close. A file whose lock is
-free belongs to a process that was killed: the next start on the same directory removes it. Creation and removal happen
-under a lock on the directory, so that no other process takes a file for stale between its creation and its first lock.
+free belongs to a process that was killed: the next start on the same directory removes it, unless there are records
+beside it (see [Note: records]): these make it the state of a run. Creation and removal happen under a lock on the
+directory, so that no other process takes a file for stale between its creation and its first lock. The lock lies on
+what does the I/O, so that it is free only once the last write of a process that was killed has ended.
 
 Several drives share the tier's bytes by their bandwidth (see `infinity.memory.tiers.striping`). Each drive has its own
 queue, so that a slow drive does not delay the others.
@@ -25,6 +27,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
@@ -36,7 +39,7 @@ from torch import Tensor
 from infinity.base import trace
 from infinity.base.transfer import Transfer
 from infinity.base.untrusted import open_regular, reason, shortened
-from infinity.errors import CapacityError, ConfigError, TransferError
+from infinity.errors import CapacityError, ConfigError, StateError, TransferError
 from infinity.log import logger
 from infinity.memory.folder import look
 from infinity.memory.tiers.base import Checked, Folders, QueueOptions, TierBackend
@@ -46,40 +49,80 @@ from infinity.plan.types import Extent
 
 _PREFIX = "infinity-swap-"
 _SUFFIX = ".bin"
+# Of the files beside a swap file: its run, and the two records that are written in turn. See `checkpoint.records`.
+RUN_SUFFIX, RECORD_SUFFIXES = ".run", (".step0", ".step1")
+# How long the lock of a file is waited for whose process is about to end.
+_LOCK_SECONDS = 30.0
 _NAME_ANOTHER = "Name a folder on a drive that this process may write to"
 
 
 class SwapFile:
     """One file on one drive, locked while it exists and then removed, and the queue that moves its bytes."""
 
-    def __init__(self, directory: Path, *, nbytes: int, rank: int, queue: Queue) -> None:
-        """Create and reserve it, under the directory's lock; TransferError when the drive has no room."""
-        self.queue = queue
+    def __init__(self, path: Path, file: File, queue: Queue) -> None:
+        """Take a file whose lock this process has."""
+        self.path, self.file, self.queue = path, file, queue
         self._owner = os.getpid()
-        self.path = directory / f"{_PREFIX}{uuid.uuid4().hex}-rank{rank}{_SUFFIX}"
-        self.file = File.create(self.path, nbytes)
-        try:
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self.file.close()
-            self.path.unlink()
-            raise
-        _try_lock(self._lock)
+        self._open = True
         # A program that ends without close() leaves no file either.
         self._remove = weakref.finalize(self, _remove_owned, self.path, self._owner)
         queue.register(self.file)
 
+    @classmethod
+    def create(cls, directory: Path, *, nbytes: int, rank: int, queue: Queue) -> SwapFile:
+        """Create and reserve it, under the directory's lock; TransferError when the drive has no room."""
+        path = directory / f"{_PREFIX}{uuid.uuid4().hex}-rank{rank}{_SUFFIX}"
+        file = File.create(path, nbytes)
+        try:
+            _try_lock(_lock_of(file))
+        except OSError:
+            file.close()
+            path.unlink()
+            raise
+        return cls(path, file, queue)
+
+    @classmethod
+    def adopt(cls, path: Path, *, nbytes: int, queue: Queue) -> SwapFile:
+        """Take the file of a process that has ended; it is kept. TransferError where it has another size, or some
+        process has it after half a minute.
+        """
+        file = File.open(path, writable=True)
+        if file.nbytes != nbytes:
+            raise TransferError(
+                "open", path=str(path), offset=0, nbytes=nbytes, errno=errno.EINVAL,
+                reason=f"the file has {file.nbytes} bytes, and its record tells of {nbytes}",
+            )  # fmt: skip
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(_lock_of(file)):
+            if time.monotonic() > deadline:
+                raise TransferError(
+                    "open", path=str(path), offset=0, nbytes=nbytes, errno=errno.EWOULDBLOCK,
+                    reason="another process still has it: wait until that has ended, or end it",
+                )  # fmt: skip
+            time.sleep(0.1)
+        drive = cls(path, file, queue)
+        drive.keep()
+        return drive
+
+    def keep(self) -> None:
+        """Leave the file where it is from now on, however the process ends."""
+        self._remove.detach()
+
+    def remove(self) -> None:
+        """Have it removed after all when it is closed."""
+        if not self._remove.alive:
+            self._remove = weakref.finalize(self, _remove_owned, self.path, self._owner)
+
     def close(self) -> None:
-        """Stop the queue and remove the file. A forked child that inherited it leaves both alone."""
-        if os.getpid() != self._owner or self._lock < 0:
+        """Stop the queue and remove the file, unless it is kept. A forked child that inherited it leaves both alone."""
+        if os.getpid() != self._owner or not self._open:
             return
+        self._open = False
         try:
             self.queue.close()
         finally:
-            self.file.close()
             self._remove()
-            os.close(self._lock)
-            self._lock = -1
+            self.file.close()
 
 
 class NvmeTier(TierBackend):
@@ -87,21 +130,31 @@ class NvmeTier(TierBackend):
 
     def __init__(
         self, directory: Folders, *, nbytes: int, rank: int, queue: Queue | Sequence[Queue],
-        weights: Sequence[float] = (), checksum: Checked = "sampled",
+        weights: Sequence[float] = (), checksum: Checked = "sampled", found: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        """Create and reserve the files. `queue` is one for each directory, and closed with the tier.
+        """Create and reserve the files. `queue` is one for each directory, and closed with the tier. found: files of a
+        process that has ended, one a directory, to take instead; `expect` says what was written to them.
 
         Raises TransferError when the drive has no room for `nbytes`, CapacityError when one of several drives has none
         for its share: then nothing was written anywhere.
         """
         directories = swap_folders(directory)
         queues = [queue] if isinstance(queue, Queue) else list(queue)
-        self._stripes = Stripes(nbytes, weights or (1.0,) * len(directories))
+        self.weights = tuple(weights) or (1.0,) * len(directories)
+        self._stripes = Stripes(nbytes, self.weights)
         shares = self._stripes.nbytes_by_drive
         # How many bytes were written last, and their checksum, by drive and offset; a request knows its own once it is
         # done.
         self._written: dict[tuple[int, int], tuple[int, Request | int]] | None = {} if checksum else None
         self._sampled = checksum == "sampled"
+        self._drives: list[SwapFile] = []
+        if found:
+            with ExitStack() as undo:
+                for path, share, each in zip(found, shares, queues, strict=True):
+                    self._drives.append(SwapFile.adopt(path, nbytes=share, queue=each))
+                    undo.callback(self._drives[-1].close)
+                undo.pop_all()
+            return
         for path in directories:
             _make(path)
         with ExitStack() as locks, ExitStack() as undo:
@@ -111,15 +164,16 @@ class NvmeTier(TierBackend):
                 remove_stale(path)
             if len(directories) > 1:
                 _check_room(directories, shares, "its share of the swap files")
-            self._drives: list[SwapFile] = []
             for path, share, each in zip(directories, shares, queues, strict=True):
-                drive = SwapFile(path, nbytes=share, rank=rank, queue=each)
+                drive = SwapFile.create(path, nbytes=share, rank=rank, queue=each)
                 undo.callback(drive.close)
                 self._drives.append(drive)
             undo.pop_all()
 
     @classmethod
-    def open(cls, directory: Folders, *, nbytes: int, rank: int, options: QueueOptions) -> NvmeTier:
+    def open(
+        cls, directory: Folders, *, nbytes: int, rank: int, options: QueueOptions, found: Sequence[Path] = ()
+    ) -> NvmeTier:
         """A tier with queues of its own, closed with it. Several drives without given weights are measured first."""
         directories = swap_folders(directory)
         weights = options.weights
@@ -143,8 +197,9 @@ class NvmeTier(TierBackend):
                 undo.callback(queue.close)
                 queues.append(queue)
             tier = cls(
-                directories, nbytes=nbytes, rank=rank, queue=queues, weights=weights, checksum=options.checksum
-            )
+                directories, nbytes=nbytes, rank=rank, queue=queues, weights=weights, checksum=options.checksum,
+                found=found,
+            )  # fmt: skip
             undo.pop_all()
         return tier
 
@@ -198,6 +253,42 @@ class NvmeTier(TierBackend):
         """Submit a write of `buffer` (uint8, `extent.nbytes` long), which must not change meanwhile, to one extent."""
         return self._submit(extent, buffer, write=True, priority=priority)
 
+    def checksums(self, extent: Extent) -> list[int]:
+        """Return the checksums of what was written to an extent last, piece by piece; nothing may be in flight there.
+
+        StateError where an extent of this length was not written.
+        """
+        found = []
+        for piece in self._stripes.pieces(extent):
+            nbytes, written = self._known((piece.drive, piece.offset))
+            if written is None or nbytes != piece.nbytes:
+                raise StateError(f"no {piece.nbytes} bytes were written to byte {piece.offset} of the swap file")
+            found.append(written)
+        return found
+
+    def expect(self, extent: Extent, checksums: Iterator[int]) -> None:
+        """Note what another process has written to an extent: the next of the checksums, as `checksums` returned them
+        there. ValueError where there are too few.
+        """
+        assert self._written is not None
+        for piece in self._stripes.pieces(extent):
+            if (checksum := next(checksums, None)) is None:
+                raise ValueError(f"there is no checksum of byte {extent.offset} of the swap file")
+            self._written[piece.drive, piece.offset] = piece.nbytes, checksum
+
+    def sync(self) -> None:
+        """Return once all that was written outlasts a loss of power."""
+        for drive in self._drives:
+            drive.file.sync()
+
+    def keep(self, kept: bool) -> None:
+        """Say whether the files stay when the process ends, or `close` is called."""
+        for drive in self._drives:
+            if kept:
+                drive.keep()
+            else:
+                drive.remove()
+
     def close(self) -> None:
         """Stop the queues and remove the files; raise the first failure that no caller has seen."""
         with ExitStack() as stack:
@@ -239,19 +330,25 @@ class NvmeTier(TierBackend):
             )
             self._written[key] = piece.nbytes, request
             return request
-        nbytes, written = self._written.get(key, (0, None))
-        if isinstance(written, Request) and written.done():
-            # The checksum is unknown after a failure; otherwise it replaces the request.
-            written = written.checksum
-            if written is None:
-                del self._written[key]
-            else:
-                self._written[key] = nbytes, written
+        nbytes, written = self._known(key)
         # A part of a written piece has no checksum of its own.
-        expected = written if isinstance(written, int) and nbytes == piece.nbytes else None
+        expected = written if nbytes == piece.nbytes else None
         return drive.queue.read(
             drive.file, piece.offset, part, priority=priority, expected=expected, sampled=self._sampled
         )
+
+
+    def _known(self, key: tuple[int, int]) -> tuple[int, int | None]:
+        """Return how many bytes were written to a place of a drive, and their checksum, None while that is unknown."""
+        assert self._written is not None
+        nbytes, written = self._written.get(key, (0, None))
+        if isinstance(written, Request) and written.done():
+            # The checksum is unknown after a failure; otherwise it replaces the request.
+            if (written := written.checksum) is None:
+                del self._written[key]
+            else:
+                self._written[key] = nbytes, written
+        return nbytes, written if isinstance(written, int) else None
 
 
 class Striped:
@@ -358,7 +455,8 @@ def clean(directory: Path) -> list[Path]:
 def remove_stale(directory: Path) -> list[Path]:
     """Remove swap files whose owner has ended; return their paths. Call it under the directory's lock.
 
-    What has the name of a swap file and is none (a pipe, a link, a folder) stays, and is not waited for.
+    What has the name of a swap file and is none (a pipe, a link, a folder) stays, and is not waited for. So does one
+    with a record beside it.
     """
     removed = []
     for path in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
@@ -366,9 +464,10 @@ def remove_stale(directory: Path) -> list[Path]:
         with contextlib.suppress(OSError):
             descriptor, status = open_regular(path, os.O_NOFOLLOW)
             try:
-                if _try_lock(descriptor):
+                if _try_lock(descriptor) and not any(path.with_suffix(each).exists() for each in RECORD_SUFFIXES):
                     nbytes = status.st_size
                     path.unlink()
+                    path.with_suffix(RUN_SUFFIX).unlink(missing_ok=True)
                     removed.append(path)
                     logger.info("removed %s (%.2f GB), left by a process that was killed", path, nbytes / 1e9)
             finally:
@@ -392,6 +491,12 @@ def _directory_lock(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock_of(file: File) -> int:
+    """The descriptor that has a file's lock: the one whose transfers a kernel may end after their process."""
+    own = file.descriptors
+    return own.direct if own.direct >= 0 else own.buffered
 
 
 def _try_lock(descriptor: int) -> bool:
