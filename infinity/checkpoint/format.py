@@ -476,7 +476,7 @@ VERSION = 2
 _READ_VERSIONS = (1, VERSION)
 
 
-_Record = TypeVar("_Record", bound="_Written")
+_Record = TypeVar("_Record", bound="Written")
 
 
 def canonical(value: Any) -> bytes:
@@ -513,7 +513,7 @@ def _unreadable(path: Path | str, error: Exception) -> CheckpointError:
     )  # fmt: skip
 
 
-class _Written:
+class Written:
     """A record that is stored as a metadata file."""
 
     def to_bytes(self) -> bytes:
@@ -600,7 +600,7 @@ class Array:
 
 
 @dataclass(frozen=True)
-class RankIndex(_Written):
+class RankIndex(Written):
     """What one rank has written. `files`: sizes in bytes by name."""
 
     rank: int
@@ -617,7 +617,7 @@ class RankIndex(_Written):
     )
 
     def body(self) -> dict[str, Any]:
-        """See `_Written`."""
+        """See `Written`."""
         numbers: dict[ShardRanges | None, int | None] = {None: None}
         for array in self.arrays:
             numbers.setdefault(array.shard, len(numbers) - 1)
@@ -651,7 +651,7 @@ class RankIndex(_Written):
 
     @classmethod
     def of(cls, body: Any) -> RankIndex:
-        """See `_Written`."""
+        """See `Written`."""
         found = IndexBody.model_validate(body)
         extents = tuple(FileExtent(name, offset, nbytes, tuple(crcs)) for name, offset, nbytes, crcs in found.extents)
         shards = [ShardRanges(dim, tuple(ranges)) for dim, ranges in found.shards]
@@ -700,7 +700,7 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
-class Manifest(_Written):
+class Manifest(Written):
     """The checkpoint as a whole. `engine` and `client_state` are encoded by `infinity.checkpoint.run_state`."""
 
     id: str
@@ -737,7 +737,7 @@ class Manifest(_Written):
         return int(plan.get("pp", 1)), int(plan.get("dp", plan["world_size"])), int(plan.get("tp", 1))
 
     def body(self) -> dict[str, Any]:
-        """See `_Written`."""
+        """See `Written`."""
         names = ("id", "tag", "number", "time", "versions", "plan", "tied", "engine", "client_state", "module")
         return {
             "format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in names},
@@ -748,7 +748,7 @@ class Manifest(_Written):
 
     @classmethod
     def of(cls, body: Any) -> Manifest:
-        """See `_Written`."""
+        """See `Written`."""
         said = (body.get("format"), body.get("version")) if isinstance(body, dict) else (None, None)
         if said[0] != FORMAT or type(said[1]) is not int or said[1] not in _READ_VERSIONS:
             raise ValueError(f"format {shortened(said[0])}, version {shortened(said[1])}")

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from torch import Tensor, nn
 
-from infinity.checkpoint.format import PARAM, Array, ShardRanges
+from infinity.checkpoint.format import BUFFER, PARAM, Array, ShardRanges, TensorInfo
 from infinity.errors import CheckpointError
 from infinity.memory.partition import DTYPES
 from infinity.plan.layout import Slice, Slot
 from infinity.plan.partitions import states_kinds
 from infinity.plan.plan import Plan, model_params
+from infinity.plan.spec import dtype_name
 from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, Key, Kind, PartitionSpec
 
 WEIGHTS, FROZEN, STATES = "weights", "frozen", "states"
@@ -136,6 +138,32 @@ def tensor_kinds(plan: Plan) -> dict[str, tuple[str, ...]]:
     return {name: (PARAM, *(kinds if param.trainable else ())) for name, param in model_params(plan).items()}
 
 
+def tensors_of(plan: Plan, module: nn.Module, *, frozen: bool = True) -> dict[str, TensorInfo]:
+    """Return the tensors of the whole model, buffers included, in whole shapes, with the kinds that a checkpoint keeps
+    of each. `frozen`: with the elements of parameters that are not trained.
+    """
+    kinds = tensor_kinds(plan)
+    tensors = {
+        name: TensorInfo(
+            shape=param.shape, dtype=param.dtype, trainable=param.trainable,
+            kinds=kinds[name] if param.trainable or frozen else (),
+        )
+        for name, param in model_params(plan).items()
+    }  # fmt: skip
+    for name, dtype, buffer in buffers_of(module):
+        tensors[name] = TensorInfo(tuple(buffer.shape), dtype, trainable=False, kinds=(BUFFER,))
+    return tensors
+
+
+def plan_in_short(plan: Plan) -> dict[str, Any]:
+    """Return what a manifest says of the plan."""
+    topology, request = plan.topology, plan.request
+    return {
+        "fingerprint": plan.fingerprint(), "stage": request.stage, "world_size": topology.world_size,
+        "dp": topology.dp, "tp": topology.tp, "pp": topology.pp, "compute_dtype": request.compute_dtype,
+    }  # fmt: skip
+
+
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """Return the first name of each parameter, by identity."""
     return {id(param): name for name, param in module.named_parameters()}
@@ -165,6 +193,11 @@ def checkpoint_buffers(module: nn.Module) -> dict[str, Tensor]:
                 "Register it with persistent=False, or keep its real and imaginary parts",
             )  # fmt: skip
     return found
+
+
+def buffers_of(module: nn.Module) -> tuple[tuple[str, str, Tensor], ...]:
+    """Return the buffers that a checkpoint keeps: name, dtype, values."""
+    return tuple((name, dtype_name(buffer.dtype), buffer) for name, buffer in checkpoint_buffers(module).items())
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

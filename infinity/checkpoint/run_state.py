@@ -350,8 +350,9 @@ def encode_client_state(value: Any, tensors: dict[str, torch.Tensor], *, path: o
     """Return a program's client state as JSON, and put its tensors into `tensors`; CheckpointError for a value that
     would have to be pickled.
     """
+    plain = vars(value) if isinstance(value, Namespace) else dict(value or {})
     try:
-        return encode(value, tensors, "client_state")
+        return encode(plain, tensors, "client_state")
     except NotSerializable as error:
         raise CheckpointError(path, str(error), "Leave it out of client_state") from error
 

@@ -58,14 +58,17 @@ def _every_step(config: Config) -> list[str]:
     complaints = []
     if config.checkpoint.path is None:
         complaints.append(
-            f"{name} but checkpoint.path is not set: set it to the folder of the run's checkpoints, by which the run is "
-            "known again"
+            f"{name} but checkpoint.path is not set: set it to the folder of the run's checkpoints, by which the run "
+            "is known again"
         )
     if not any(section.nvme_path for section in config.zero_optimization.offloads):
         complaints.append(
             f"{name} but nothing has an nvme_path: name a folder on a drive in zero_optimization.offload_optimizer or "
             "offload_param; what stays in memory is copied there after each step"
         )
+    others = drive_names() - {"nvme"}
+    if other := next((each.device for each in config.zero_optimization.offloads if each.device in others), None):
+        complaints.append(f'{name} but values are on the tier "{other}": records are of "nvme" alone')
     if config.aio.checksum is False:
         complaints.append(
             f"{name} but aio.checksum is false: what a killed run has left is only known to be whole by its checksums: "

@@ -13,6 +13,7 @@ from infinity.distributed.groups import ProcessGroups, Ranks
 from infinity.engine.activation_forecast import FirstBatch
 from infinity.engine.micro_batches import widen_batch_norms
 from infinity.engine.runtime import Attached, Runtime
+from infinity.engine.step_records import Adopted
 from infinity.errors import ConfigError
 from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore, open_activation_tier, open_store
@@ -69,21 +70,27 @@ def make_step(
 @mappings_of_their_own()
 def build_runtime(
     inputs: PlanInputs, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
-    ledger: Ledger, undo: ExitStack,
+    ledger: Ledger, undo: ExitStack, adopted: Adopted | None = None,
 ) -> Runtime:  # fmt: skip
     """Allocate what the plan says and move the model into it. Each part registers its close in `undo`, in case a later
-    one fails. inputs: what the plan was made of.
+    one fails. inputs: what the plan was made of. adopted: has the values of a run that was killed, in place of the
+    model's.
     """
     init, ranks, config = init_of(list(model.parameters())), groups.ranks, inputs.config
     if init is not None:
         undo.callback(groups.close)
-    store = open_store(config, plan, rank=ranks.rank, device=device, ledger=ledger)
+    found = None if adopted is None else (adopted.killed.run.files, adopted.killed.run.weights)
+    store = open_store(config, plan, rank=ranks.rank, device=device, ledger=ledger, found=found)
     undo.callback(store.close)
     units = make_units(model, plan, store=store, device=device, group=groups.data, ledger=ledger)
-    Materializer(
+    materializer = Materializer(
         units, plan=plan, store=store, groups=groups, init=init, every=taken_in_order(model, inputs.units),
         moments_start=optimizer.rule.start,
-    ).run()
+    )
+    if adopted is None:
+        materializer.run()
+    else:
+        materializer.take_over(adopted.record.places)
     if init is not None:
         init.close()
     step = make_step(config, plan, store, device, groups, optimizer)

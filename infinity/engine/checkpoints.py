@@ -20,7 +20,6 @@ refuses to go on until a load succeeds.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import Tensor, nn
+from torch import Tensor
 
 from infinity.base import VERSION
 from infinity.checkpoint.background import Background, Together
@@ -63,7 +62,15 @@ from infinity.checkpoint.format import (
     read_manifest,
 )
 from infinity.checkpoint.model_folder import describe_model
-from infinity.checkpoint.pieces import checkpoint_buffers, holdings, shares, tensor_kinds, tied_names
+from infinity.checkpoint.pieces import (
+    buffers_of,
+    checkpoint_buffers,
+    holdings,
+    plan_in_short,
+    shares,
+    tensors_of,
+    tied_names,
+)
 from infinity.checkpoint.publish import (
     Retention,
     SaveTarget,
@@ -99,12 +106,11 @@ from infinity.checkpoint.weight_files import INDEX, SINGLE, WeightFolder
 from infinity.distributed.consistency import run_on_all_ranks
 from infinity.distributed.mailbox import StoreMailbox
 from infinity.engine.runtime import Runtime
+from infinity.engine.step_records import StepRecords
 from infinity.errors import CheckpointError, ConfigError, TransferError
 from infinity.log import PhaseProgress, logger
 from infinity.memory.drives import transfer_queue
 from infinity.memory.partition import DTYPES
-from infinity.plan.plan import model_params
-from infinity.plan.spec import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +150,7 @@ class SaveContents:
         rank = groups.ranks.rank
         kind = type(module)
         manifest = {
-            "tensors": tensors_of(runtime, frozen=request.frozen),
+            "tensors": tensors_of(runtime.plan, module, frozen=request.frozen),
             "tied": tied_names(module),
             # For readers that have none of the model's code.
             "module": {
@@ -156,11 +162,11 @@ class SaveContents:
         # Called on every rank: it may be a collective of the program's.
         own = client_state() if callable(client_state) else client_state
         tensors: dict[str, Tensor] = {}
-        encoded = encode_client_state(_plain(own), tensors, path=request.directory) if rank == 0 else None
+        encoded = encode_client_state(own, tensors, path=request.directory) if rank == 0 else None
         capture = Capture(
             rank=rank,
             pieces=tuple(shares(runtime.plan, groups.data.index, groups.tensor.index, frozen=request.frozen)),
-            buffers=tuple(each for each in _buffers_of(module) if runtime.tells_buffer(each[0])),
+            buffers=tuple(each for each in buffers_of(module) if runtime.tells_buffer(each[0])),
             rng=random_state(runtime.device),
             singles=run.parameter_scalars(),
         )
@@ -256,20 +262,14 @@ class Save:
             ask("manifest of a checkpoint", job)
 
     def _manifest(self, target: SaveTarget, infos: list[FileInfo], client: FileInfo | None) -> Manifest:
-        plan = self.runtime.plan
         return Manifest(
             id=target.id, tag=self.request.tag, number=target.number,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             versions={
                 "infinity": VERSION, "torch": str(torch.__version__), "python": sys.version.split()[0],
             },
-            plan={
-                "fingerprint": plan.fingerprint(), "stage": plan.request.stage,
-                "world_size": plan.topology.world_size, "dp": plan.topology.dp, "tp": plan.topology.tp,
-                "pp": plan.topology.pp,
-                "compute_dtype": plan.request.compute_dtype,
-            },
-            ranks=tuple(infos), client_state=self.contents.client_state, client=client, **self.contents.manifest,
+            plan=plan_in_short(self.runtime.plan), ranks=tuple(infos), client_state=self.contents.client_state,
+            client=client, **self.contents.manifest,
         )  # fmt: skip
 
     def _removed_on_failure(self, target: SaveTarget) -> ExitStack:
@@ -287,31 +287,6 @@ class Save:
         stack = ExitStack()
         stack.push(remove_files)
         return stack
-
-
-def _plain(state: Any) -> dict[str, Any]:
-    return vars(state) if isinstance(state, argparse.Namespace) else dict(state or {})
-
-
-def tensors_of(runtime: Runtime, *, frozen: bool = True) -> dict[str, TensorInfo]:
-    """Return the tensors of the whole model, buffers included, in whole shapes, with the kinds that a checkpoint keeps
-    of each. `frozen`: with the elements of parameters that are not trained.
-    """
-    kinds = tensor_kinds(runtime.plan)
-    tensors = {
-        name: TensorInfo(
-            shape=param.shape, dtype=param.dtype, trainable=param.trainable,
-            kinds=kinds[name] if param.trainable or frozen else (),
-        )
-        for name, param in model_params(runtime.plan).items()
-    }  # fmt: skip
-    for name, dtype, buffer in _buffers_of(runtime.module):
-        tensors[name] = TensorInfo(tuple(buffer.shape), dtype, trainable=False, kinds=(BUFFER,))
-    return tensors
-
-
-def _buffers_of(module: nn.Module) -> tuple[tuple[str, str, Tensor], ...]:
-    return tuple((name, dtype_name(buffer.dtype), buffer) for name, buffer in checkpoint_buffers(module).items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +330,7 @@ class Load:
     runtime: Runtime
     to: Run
     options: LoadOptions
+    records: StepRecords | None = None
 
     def run(self, directory: Path, tag: str | None) -> tuple[str | None, Any]:
         """See `Engine.load_checkpoint`. Collective."""
@@ -375,6 +351,8 @@ class Load:
         if chosen is None:
             return None, {}
         with self._overwriting(chosen.folder):
+            if self.records is not None:
+                self.records.drop()
             self._fill(chosen)
             self._restore(chosen)
         logger.info("loaded %s", chosen.folder)
@@ -448,7 +426,7 @@ class Load:
             check_random(rng[rank], self.runtime.device, path=folder)
 
     def _match(self, folder: Path, saved: Mapping[str, TensorInfo], tied: Mapping[str, str]) -> Match:
-        found = match(tensors_of(self.runtime), tied_names(self.runtime.module), saved, tied)
+        found = match(tensors_of(self.runtime.plan, self.runtime.module), tied_names(self.runtime.module), saved, tied)
         report_mismatch(found, folder, strict=self.options.strict)
         return found
 
@@ -573,8 +551,10 @@ def _say_none(directory: Path, tag: str | None) -> None:
 class CheckpointManager:
     """Saves and loads one engine's checkpoints; owns the save that goes on beside the program."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, records: StepRecords | None = None) -> None:
         self._runtime = runtime
+        # Of each step; None without any.
+        self.records = records
         self.background = Background(runtime.store, runtime.groups, runtime.device)
 
     def save(self, run: Run, request: SaveRequest, client_state: ClientState) -> str:
@@ -604,14 +584,19 @@ class CheckpointManager:
     def load(self, run: Run, directory: Path, tag: str | None, options: LoadOptions) -> tuple[str | None, Any]:
         """Load a checkpoint; return (its folder, its client state). See `Engine.load_checkpoint`. Collective."""
         self.background.finish()
-        return Load(self._runtime, run, options).run(directory, tag)
+        return Load(self._runtime, run, options, self.records).run(directory, tag)
 
     def resume(self, run: Run, load_dir: str | os.PathLike[str] | None) -> tuple[str | None, Any]:
         """Load the newest checkpoint that can be loaded. See `Engine.resume`. Collective."""
         chosen = self._runtime.config.sections.checkpoint.path if load_dir is None else load_dir
         if chosen is None:
             raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
-        directory = Path(chosen)
+        directory, records = Path(chosen), self.records
+        if records is not None:
+            ask = partial(run_on_all_ranks, self._runtime.groups, path=directory)
+            # Rank 0's word, as that of the checkpoints.
+            if ask("whether there is a newer checkpoint", partial(records.is_newest, directory))[0]:
+                return records.resume(run)
 
         def look() -> tuple[list[str], list[tuple[str, str, bool]]]:
             if self._runtime.groups.ranks.rank != 0:

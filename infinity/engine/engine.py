@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from infinity.checkpoint.pieces import tied_names
 from infinity.checkpoint.run_state import ClientState, Counters, Run
 from infinity.config.resolve import ResolvedConfig
+from infinity.distributed.collectives import exchange_values
 from infinity.distributed.groups import ProcessGroups
 from infinity.distributed.interrupts import HELD, PreemptionHandler, verb
 from infinity.engine import export, micro_batches
@@ -33,6 +34,7 @@ from infinity.engine.micro_batches import Accumulation
 from infinity.engine.optimizer import TieredOptimizer
 from infinity.engine.pipeline import BatchArguments, draw, loss_of, pipeline_of, step_loss
 from infinity.engine.runtime import Runtime
+from infinity.engine.step_records import StepRecords
 from infinity.errors import ConfigError, StateError, UnknownNameError
 from infinity.log import logger
 from infinity.memory.store import TieredStore
@@ -73,7 +75,7 @@ class Engine(DeepSpeedNames, nn.Module):
 
     def __init__(
         self, runtime: Runtime, optimizer: TieredOptimizer | None, lr_scheduler: Any = None,
-        training_dataloader: Any = None,
+        training_dataloader: Any = None, records: StepRecords | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.module = runtime.module
@@ -90,7 +92,7 @@ class Engine(DeepSpeedNames, nn.Module):
         # None: every rank runs the whole model.
         self._pipeline = pipeline_of(runtime)
         self._counters = Counters()
-        self._checkpoints = CheckpointManager(runtime)
+        self._checkpoints = CheckpointManager(runtime, records)
         self._preemption = PreemptionHandler(runtime.config.sections.checkpoint.on_signal)
         self._accumulation = Accumulation(runtime.config, self._counters)
         self._applied = False
@@ -157,6 +159,8 @@ class Engine(DeepSpeedNames, nn.Module):
                 optimizer.check()
         with runtime.phase("backward"):
             if early:
+                if (records := self._checkpoints.records) is not None and records.outdated:
+                    records.renew()
                 runtime.step.start_in_backward(optimizer.param_groups)
             runtime.coordinator.begin_backward(scaled=True)
             scaled.backward(retain_graph=retain_graph)
@@ -273,6 +277,13 @@ class Engine(DeepSpeedNames, nn.Module):
         runtime.attached.checkpointing.settle()
         arrived, elsewhere = runtime.gradients.settle()
         verdict = runtime.step.decide(arrived, elsewhere, self._flags(), optimizer.param_groups)
+        records = self._checkpoints.records
+        if records is not None and verdict.flags.changed:
+            records.renew()
+            runtime.step.synchronize()
+            if self.world_size > 1:
+                # Behind this every rank has: see [Note: fence].
+                exchange_values(None, runtime.groups.world, "records of a change")
         runtime.coordinator.next_step()
         runtime.coordinator.prefetcher.count_step(runtime.step, runtime.device, runtime.groups.stage)
         self._nonfinite_at = self._report_nonfinite(verdict, losses) if verdict.nonfinite else ""
@@ -294,6 +305,8 @@ class Engine(DeepSpeedNames, nn.Module):
             counters.global_steps, counters.global_samples, losses=losses, lr=lr, norm=verdict.norm,
             scale=self.loss_scale if runtime.step.scaler is not None else None, skipped=counters.skipped_steps,
         )  # fmt: skip
+        if records is not None:
+            records.note(self._run, self.client_state)
         return verdict
 
     def _report_nonfinite(self, verdict: StepVerdict, losses: Sequence[Tensor]) -> str:
@@ -313,7 +326,11 @@ class Engine(DeepSpeedNames, nn.Module):
         return origin
 
     def _flags(self) -> StepFlags:
-        return StepFlags(preempted=bool(self._preemption.received), save_failed=self._checkpoints.background.pending)
+        records = self._checkpoints.records
+        return StepFlags(
+            preempted=bool(self._preemption.received), save_failed=self._checkpoints.background.pending,
+            changed=records is not None and records.outdated,
+        )  # fmt: skip
 
     def _obey(self, flags: StepFlags) -> None:
         """Raise the error of a failed save, and end the process with status 0 behind a checkpoint when a rank was told
@@ -647,6 +664,8 @@ class Engine(DeepSpeedNames, nn.Module):
             self._runtime.health.drop_gradients()
             if isinstance(self.module, PipelineModule):
                 self.module.count_from(self._counters.micro_steps)
+            if (records := self._checkpoints.records) is not None and records.dropped:
+                records.note(self._run, self.client_state)
         return found
 
     @verb("export")
@@ -736,6 +755,9 @@ class Engine(DeepSpeedNames, nn.Module):
             if (reason := why_not_kept(runtime)) is not None:
                 guards.mark_parts(runtime.module, reason)
             # Last registered, first run.
+            if (records := self._checkpoints.records) is not None and not at_once:
+                stack.callback(records.clean_up)
+                records.finish()
             stack.callback(runtime.close, at_once=at_once)
             if self._pipeline is not None:
                 stack.callback(self._pipeline.remove)

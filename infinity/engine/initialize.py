@@ -29,6 +29,7 @@ from infinity.engine.model_init import ConfigSource, all_ranks_read, groups_of
 from infinity.engine.optimizer import TieredOptimizer
 from infinity.engine.preflight import preflight, remarks, stages_asked
 from infinity.engine.runtime import Runtime
+from infinity.engine.step_records import StepRecords, find_run
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
 from infinity.memory.ledger import Ledger
@@ -91,20 +92,26 @@ def initialize(
         trained = _trained(resolved, model, model_parameters, optimizer)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
         draw = None if loader is None else loader.example
-        plan, inputs = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, draw)
+        adopted = find_run(resolved, groups) if trained.optimizer.trains else None
+        plan, inputs = preflight(
+            resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, draw, adopted
+        )
         agree_on_plan(plan, groups.stage, groups.world)
         wish = resolved.sections.kernels.liger
         applied = apply_liger(wish, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(inputs.limits, inputs.reserve.taken_nbytes, inputs.reserve.peak_nbytes(plan))
-        runtime = build_runtime(inputs, model, plan, groups, device, trained.optimizer, ledger, undo)
+        runtime = build_runtime(inputs, model, plan, groups, device, trained.optimizer, ledger, undo, adopted)
         stepped = optimizer_of(runtime, trained.groups, trained.optimizer, optimizer)
         scheduler = scheduler_of(resolved, lr_scheduler, stepped)
-        engine = Engine(runtime, stepped, scheduler, loader)
+        records = StepRecords(runtime, inputs.made(plan), adopted) if plan.request.recorded else None
+        engine = Engine(runtime, stepped, scheduler, loader, records)
         runtime.access.own_parameters(model)
         undo.pop_all()
     trim()
     for line in [*remarks(inputs, model, plan, device), *applied, _headline(resolved, plan, trained)]:
         logger.info(line)
+    if adopted is not None:
+        logger.info("%s: call engine.resume()", adopted.in_words())
     return engine, stepped, loader, scheduler
 
 

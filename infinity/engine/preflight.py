@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.groups import ProcessGroups
 from infinity.engine.activation_forecast import Call, deferred_nbytes, on_shapes, place_of, set_aside, stated_batch
+from infinity.engine.step_records import Adopted
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import scratch
 from infinity.memory.drives import check_drives, free_for_rank, free_nvme_nbytes
@@ -43,19 +44,23 @@ _LEFT_TO_ACTIVATIONS = 4
 
 def preflight(
     config: ResolvedConfig, model: nn.Module, param_groups: Mapping[int, int], device: Device, groups: ProcessGroups,
-    optimizer: OptimizerSpec, draw: Callable[[], Call] | None = None,
+    optimizer: OptimizerSpec, draw: Callable[[], Call] | None = None, adopted: Adopted | None = None,
 ) -> tuple[Plan, PlanInputs]:
     """Make the plan of a run and check that it fits. Returns it with the inputs that it was made from. Collective.
 
     param_groups: the optimizer parameter group of each trained parameter, by id. optimizer: what steps them. draw:
-    returns arguments of the model with a micro-batch of the program's data, if `initialize` has any.
+    returns arguments of the model with a micro-batch of the program's data, if `initialize` has any. adopted: a run
+    that was killed, whose plan is made again, whatever is free now.
 
     Raises ConfigError for a folder that can hold no swap files, CapacityError for a plan that does not fit, ConfigError
     for a model without values. If the last two both apply, CapacityError is raised.
     """
     ranks = groups.ranks
     check_drives(config)
-    free = _agreed(_free(config, model, device, ranks.local_size), groups.world)
+    free = _free(config, model, device, ranks.local_size)
+    if adopted is not None:
+        free = replace(free, nvme=(free.nvme or 0) + adopted.killed.nbytes)
+    free = _agreed(free, groups.world)
     taken = max(baseline_nbytes(model) - deferred_nbytes(model), 0)
     whole = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
     parallel = config.sections.parallel
@@ -95,6 +100,8 @@ def preflight(
         return found if found is None or place is None else in_stages(found, place)
 
     inputs, plan = _with_activations(asked, measured, config, model, draw)
+    if adopted is not None:
+        plan = adopted.plan_again(inputs)
     refuse(inputs, plan, rank=ranks.rank)
     _refuse_without_values(model)
     _checkpoint_room(inputs, model, plan, rank=ranks.rank)

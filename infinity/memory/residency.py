@@ -292,6 +292,13 @@ class Residency:
             if partition.on_drive:
                 buffers.book(partition, 1)
 
+    @property
+    def nvme(self) -> NvmeTier:
+        """The swap files, where a plan has records."""
+        backend = self.backends[Tier.NVME]
+        assert isinstance(backend, NvmeTier)
+        return backend
+
     def fetch(self, partition: Partition, buffer: Tensor, *, priority: int) -> None:
         """Submit a read of a spilled partition into a buffer, which goes back where the submission fails."""
         assert partition.extent is not None
@@ -324,8 +331,8 @@ class Residency:
                     self.settle(partition)
 
     def write_copy(self, partition: Partition, device: Device) -> list[Transfer]:
-        """Submit the write of a value in memory to its extent; the buffer must stay as it is until it has ended. Call it
-        without the lock.
+        """Submit the write of a value in memory to its extent; the buffer must stay as it is until that has ended. Call
+        it without the lock.
         """
         backend, buffer, found = self.backends[Tier.NVME], partition.buffer, list[Transfer]()
         assert buffer is not None
@@ -354,21 +361,19 @@ class Residency:
 
     def checksums(self, partition: Partition) -> list[int]:
         """Return the checksums of what its extent holds, piece by piece."""
-        drive = partition.spec.drive
-        if drive is None:
-            return []
-        written = _written(partition, partition.slot, partition.prefix_nbytes)
-        return [crc for extent in written for crc in self.backends[drive].checksums(extent)]
+        nvme = self.nvme
+        return [
+            crc for extent in _written(partition, partition.slot, partition.prefix_nbytes)
+            for crc in nvme.checksums(extent)
+        ]  # fmt: skip
 
     def expect(self, partition: Partition, slot: int, prefix_nbytes: int, checksums: Sequence[int]) -> None:
-        """Note what another process has written to one of its extents: as `checksums` returned it there. ValueError where
-        these are not as many.
+        """Note what another process has written to one of its extents: as `checksums` returned it there. ValueError
+        where these are not as many.
         """
-        given, drive = iter(checksums), partition.spec.drive
-        backend = None if drive is None else self.backends[drive]
-        if isinstance(backend, NvmeTier):
-            for extent in _written(partition, slot, prefix_nbytes):
-                backend.expect(extent, given)
+        given, nvme = iter(checksums), self.nvme
+        for extent in _written(partition, slot, prefix_nbytes):
+            nvme.expect(extent, given)
         if next(given, None) is not None:
             raise ValueError(f"{partition.key} has more checksums than pieces")
 

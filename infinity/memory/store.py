@@ -220,8 +220,9 @@ class TieredStore:
         return [each for each in self._residency.partitions.values() if each.key.kind is not Kind.GRAD]
 
     def write_down(self) -> None:
-        """Bring all values that changed since the latest record onto the drive, each into an extent that no record names.
-        The program changes none meanwhile (`AccessControl.begin_record`), and no step has one reserved.
+        """Bring all values that changed since the latest record onto the drive, each into an extent that no record
+        names. The program changes none meanwhile (`AccessControl.begin_record`), and no step writes one; a step
+        that is to follow may have reserved it.
         """
         with self._lock:
             saved = self.saved
@@ -233,23 +234,39 @@ class TieredStore:
             try:
                 for partition in saved:
                     if partition.spec.copied and partition.changed:
-                        leases.enter_context(self.read(partition.key))
+                        leases.enter_context(self._kept_as_it_is(partition))
                         moved += self._residency.write_copy(partition, self._device)
             finally:
                 for transfer in moved:
                     transfer.wait()
 
+    @contextmanager
+    def _kept_as_it_is(self, partition: Partition) -> Iterator[None]:
+        with self._lock:
+            partition.begin_read()
+            self.access.claim([partition.key], None)
+        try:
+            yield
+        finally:
+            with self._lock:
+                partition.end_read()
+                self.access.unclaim([partition.key], None)
+
     def places(self) -> list[tuple[int, int, list[int]]]:
-        """Return where `write_down` has put each of the saved values: slot, bytes before the zero tail, and the checksums
-        of what was written, piece by piece.
+        """Return where `write_down` has put each of the saved values: slot, bytes before the zero tail, and the
+        checksums of what was written, piece by piece.
         """
         with self._lock:
             return [(each.slot, each.prefix_nbytes, self._residency.checksums(each)) for each in self.saved]
 
     def sync(self) -> None:
         """Return once all that was written to drives outlasts a loss of power."""
-        for backend in self._residency.backends.values():
-            backend.sync()
+        self.swap_files.sync()
+
+    @property
+    def swap_files(self) -> NvmeTier:
+        """The files that hold what a record names."""
+        return self._residency.nvme
 
     def record(self) -> None:
         """A record names the values as `write_down` has left them: their extents are not written any more."""

@@ -180,6 +180,8 @@ class AccessControl:
         self._snapshot: Snapshot | None = None
         # Whether a record of the latest step is being written: see [Note: records].
         self._recording = False
+        # Whether values were changed by the program, and not behind it, since the latest record was begun.
+        self.touched = False
 
     # Optimizer steps.
 
@@ -292,7 +294,7 @@ class AccessControl:
         steps that have begun are over.
         """
         with self._lock:
-            self._recording = True
+            self._recording, self.touched = True, False
 
     def end_record(self) -> None:
         """End what `begin_record` began."""
@@ -354,9 +356,10 @@ class AccessControl:
 
     def wait_saved(self, keys: Sequence[Key], by: Reservation | None) -> None:
         """Wait until the snapshot lets `by` change the partitions, and the program until a record has their values."""
-        saved = next((key for key in keys if key.kind is not Kind.GRAD), None)
-        while saved is not None and by is None and self._recording:
+        saved = next((key for key in keys if key.kind is not Kind.GRAD), None) if by is None else None
+        while saved is not None and self._recording:
             self.wait_for_others(by, "record of a step", saved)
+        self.touched = self.touched or saved is not None
         for key in keys:
             while (snapshot := self._snapshot) is not None and snapshot.guards(key, by):
                 snapshot.want(keys)

@@ -19,13 +19,14 @@ activations. A plan that left them out would be killed in the first backward.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from infinity.base.sizes import format_bytes
 from infinity.config.resolve import ResolvedConfig
+from infinity.errors import ConfigError
 from infinity.plan.capacity import Capacity
 from infinity.plan.filling import in_process, initial_nbytes
 from infinity.plan.plan import SPLIT_NUMEL_MIN, SUB_GROUPS_MAX, Plan, make_plan
@@ -334,6 +335,40 @@ class PlanInputs:
         undone = whole if share == 1.0 else plan_of(replace(request, undo_numel=int(share * numel)))
         return undone if undone.pools.undo_nbytes and self.fits(undone) else plan
 
+    def made(self, plan: Plan) -> dict[str, Any]:
+        """What a plan of these inputs was made of, as JSON: what was asked for, what became of it, and the limits where
+        they chose homes.
+        """
+        limits = asdict(self.limits) if self._by_budget else None
+        return {"asked": _plain(self.request), "made": _plain(plan.request), "limits": limits}
+
+    def plan_again(self, made: Mapping[str, Any]) -> Plan:
+        """Make a plan again, whatever is free now, as `made` tells of it. ConfigError where something else is asked for
+        than then; ValueError where `made` is no such thing.
+        """
+        asked, now = made.get("asked"), _plain(self.request)
+        before, limits = made.get("made"), made.get("limits")
+        if not (isinstance(asked, dict) and isinstance(before, dict) and isinstance(limits, dict | None)):
+            raise ValueError("it does not say what the plan was made of")
+        others = [name for name in now if asked.get(name, now[name]) != now[name]]
+        if others:
+            raise ConfigError(
+                f"the configuration asks for another {', '.join(others)} than the run that was killed "
+                f"({', '.join(f'{asked[name]} then, {now[name]} now' for name in others)})"
+            )
+        changed = {name: before[name] for name in _FITTED if before.get(name, now[name]) != now[name]}
+        for name, value in changed.items():
+            changed[name] = _fitted_value(name, value)
+        spec, part = self.units, None
+        if self.cut is not None:
+            part = self.part_of(spec)
+            spec = part_of(spec, part)
+        capacity = None if limits is None else Capacity(**{
+            name: limit for name, limit in limits.items()
+            if name in Capacity.__dataclass_fields__ and isinstance(limit, int)
+        })  # fmt: skip
+        return make_plan(spec, self.topology, replace(self.request, **changed), capacity, part)
+
     @property
     def units(self) -> ModelSpec:
         """The units of the whole model, which do not depend on the pipeline axis."""
@@ -373,7 +408,7 @@ class PlanInputs:
             accelerator=self.accelerator, unified=self.unified, accumulates=several,
             reduces_once=config.sections.parallel.reduce == "step", overlap=config.sections.overlap,
             steps_early=config.steps_early and optimizer.guarded,
-            recorded=config.sections.checkpoint.every_step != "off",
+            recorded=config.sections.checkpoint.every_step != "off" and optimizer.trains,
             speculates=config.sections.overlap and optimizer.guarded and not config.steps_early and speculates,
         )  # fmt: skip
 
@@ -401,6 +436,31 @@ class PlanInputs:
     def _fits_at_rest(self, plan: Plan) -> bool:
         home = plan.bytes_at_home()
         return self.limits.fits({tier: sum(kinds.values()) - kinds.get(Kind.POOL, 0) for tier, kinds in home.items()})
+
+
+# What limits and wishes may have made of a request.
+_FITTED = (
+    "live_numel", "prefetch_numel", "reuse_numel", "sub_group_numel", "split_numel", "state_buffers", "grad_tier",
+    "grad_share", "speculates", "undo_numel",
+)  # fmt: skip
+
+
+def _plain(request: PlanRequest) -> dict[str, Any]:
+    """A request as JSON."""
+    return {
+        name: value if value is None or isinstance(value, bool | int | float | str)
+        else [kind.value for kind in value] if isinstance(value, tuple) else value.value
+        for name in PlanRequest.__dataclass_fields__ for value in [getattr(request, name)]
+    }  # fmt: skip
+
+
+def _fitted_value(name: str, value: Any) -> Any:
+    if name == "grad_tier":
+        return Tier.named(value) if value in [tier.value for tier in Tier] else None
+    wanted = bool if name == "speculates" else float if name == "grad_share" else int
+    if not isinstance(value, wanted) or value < 0:
+        raise ValueError(f"{name} cannot be {value!r}")
+    return value
 
 
 def _tile_bounds(config: ResolvedConfig) -> tuple[int, int]:

@@ -38,6 +38,8 @@ class StepFlags(NamedTuple):
     preempted: bool = False
     # A save behind the program has failed.
     save_failed: bool = False
+    # The program has changed values since the latest record: see [Note: fence] in `engine.step_records`.
+    changed: bool = False
 
 
 class Norms:

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -380,7 +380,7 @@ class OptimizerStep:
     def forget(self) -> None:
         """Drop the accumulated gradients, and what was stepped with them."""
         self._move(StepState.IDLE)
-        self._forget_early()
+        self.forget_early()
 
     def reset(self) -> None:
         """Finish what has begun, before all values are replaced."""
@@ -399,14 +399,14 @@ class OptimizerStep:
             norm = math.sqrt(self._backward.add(squares)) * self.grad_factor
             skips = bool(nonfinite) and self._config.checks_gradients
             if skips or clip_factor(norm, self._config.clip_norm) < 1.0:
-                self._forget_early("wrong")
+                self.forget_early("wrong")
 
     def _step_early(self, early: _EarlyStep, unit: int, arrived: Sequence[bool]) -> None:
         """Step the sub-groups that have all gradients now."""
         mine = self._backward.groups_of.get(unit, ())
         if any(group.index in early.begun for group in mine):
             # That was not the last backward of the step: a program that does so once will again.
-            self._forget_early("hasty")
+            self.forget_early("hasty")
             return
         if early.reservation.forgotten or not all(arrived):
             # Another rank may have the others: `decide` knows.
@@ -423,7 +423,8 @@ class OptimizerStep:
                     context = StepContext(early.hyper, early.group_of, early.grad_scale, flags, steps)
                     self._let_step(early.behind, context, [group])
 
-    def _forget_early(self, end: str = "forgotten") -> None:
+    def forget_early(self, end: str = "forgotten") -> None:
+        """Forget what was stepped in backward, if anything; `end` says why: see `_InBackward.end`."""
         if (early := self._backward.end(end)) is not None:
             self._store.access.forget(early.reservation)
 
@@ -462,7 +463,7 @@ class OptimizerStep:
         skipped = bool(count) and (config.checks_gradients or not self.rule.guarded)
         self.skips.update(skipped)
         if skipped:
-            self._forget_early("wrong")
+            self.forget_early("wrong")
         factor = unscale if skipped else unscale * clip_factor(norm, config.clip_norm)
         self.verdict = StepVerdict(norm, count, skipped, factor, unscale, arrived, elsewhere, heard)
         self._move(StepState.DECIDED)
@@ -542,7 +543,7 @@ class OptimizerStep:
             self._backward.end("committed")
             behind = early.behind
         else:
-            self._forget_early("wrong")
+            self.forget_early("wrong")
             self.synchronize()
             behind = StepPass(self._parts.hidden, self._store, self._updater, Reservation())
         self._backward.expect_all()
@@ -576,6 +577,10 @@ class OptimizerStep:
         self._move(StepState.IDLE)
 
     # Behind the program.
+
+    def then(self, job: Callable[..., None], *arguments: Any) -> None:
+        """Run a job once everything that has begun behind the program is done, before anything else begins there."""
+        self._worker.submit(Reservation(), job, *arguments)
 
     def synchronize(self) -> None:
         """Wait for everything that goes on behind the program; raise what went wrong with it."""

@@ -103,6 +103,14 @@ class Materializer:
         self._agree_up_to(len(self._every))
         self._store.settle()
 
+    def take_over(self, places: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Give every partition the value that a record names (see `TieredStore.restore`), and none of the model's."""
+        self._store.restore(places)
+        self._alike = {id(param) for param, _, _ in self._every}
+        for unit in self._units:
+            self._taken(unit)
+        self._agree_up_to(len(self._every))
+
     def _fill_frozen(self, unit: Unit) -> None:
         numel = unit.layout.partition_numel(unit.placed.parts)
         with self._store.write(unit.key, fresh=True) as (partition,):

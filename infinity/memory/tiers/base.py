@@ -96,13 +96,6 @@ class TierBackend(ABC):
     def write(self, extent: Extent, buffer: Tensor, *, priority: int = 0) -> Transfer:
         """Submit a write of `buffer` (uint8, [extent.nbytes]) to one extent; the buffer must not change meanwhile."""
 
-    def checksums(self, extent: Extent) -> list[int]:
-        """Return what is known of the bytes that were written to an extent last: [] where nothing is."""
-        return []
-
-    def sync(self) -> None:
-        """Return once all that was written outlasts a loss of power."""
-
     @abstractmethod
     def close(self) -> None:
         """End what is in flight and give the bytes back; raise the first failure that no caller has seen."""

@@ -1,0 +1,314 @@
+"""A record behind each step, and the run that goes on from one (`checkpoint.every_step`).
+
+    step() returns -> captured -> [behind the program] values on the drive -> record -> its extents are not written
+
+[Note: fence] No value of step n + 1 is written before the record of step n is there on every rank, for it goes where
+the value of step n - 1 lies. On one rank the thread that steps writes the record in its turn. Of several ranks each has
+written its own before it enters the exchange of the norm, so that behind the exchange all have; none of them steps in
+backward.
+
+What the program changes between two steps (a parameter, a state, a load) goes beside the record's values, too, so that
+the record stays true meanwhile. Before the next step writes, the values as they are then get a record of their own,
+with the same counters, random states and place in the data: the step that is lost then begins anew.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.format import complete
+from infinity.checkpoint.model_folder import describe_model
+from infinity.checkpoint.pieces import checkpoint_buffers, plan_in_short, shares, tensors_of, tied_names
+from infinity.checkpoint.records import (
+    KilledRun,
+    RunFile,
+    SavedPartition,
+    StepRecord,
+    look,
+    newest,
+    remove_records,
+    write_record,
+    write_run,
+)
+from infinity.checkpoint.run_state import (
+    ClientState,
+    Run,
+    check_random,
+    decode,
+    encode,
+    encode_client_state,
+    random_state,
+    restore_random,
+)
+from infinity.config.resolve import ResolvedConfig
+from infinity.distributed.consistency import run_on_all_ranks
+from infinity.distributed.groups import ProcessGroups
+from infinity.engine.runtime import Runtime
+from infinity.errors import CheckpointError, ConfigError
+from infinity.log import logger
+from infinity.plan.inputs import PlanInputs
+from infinity.plan.plan import Plan
+from infinity.plan.types import Kind
+
+# What a rank finds of one run: its id, of how many ranks it is, and the step of each record by version.
+_Row = tuple[str, int, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What a killed run has left that this one goes on from: of this rank, at a step that every rank has."""
+
+    killed: KilledRun
+    record: StepRecord
+
+    @property
+    def path(self) -> Path:
+        """Its first swap file."""
+        return self.killed.path
+
+    def plan_again(self, inputs: PlanInputs) -> Plan:
+        """Make the run's plan again. CheckpointError where it is not of this model, configuration and version."""
+        advice = (
+            f"Give the run what it had, or make a checkpoint of its files with `infinity ckpt from-swap "
+            f"{self.path.parent} {self.killed.run.path}` and remove them"
+        )
+        try:
+            plan = inputs.plan_again(self.killed.run.made)
+        except (ConfigError, TypeError, ValueError) as error:
+            raise CheckpointError(self.path, f"its plan cannot be made again: {error}", advice) from error
+        specs = tuple(SavedPartition.of(spec) for spec in plan.partitions if spec.key.kind is not Kind.GRAD)
+        same = plan.fingerprint() == self.killed.run.plan["fingerprint"] and specs == self.killed.run.partitions
+        if not same or plan.nvme_nbytes != self.killed.nbytes:
+            raise CheckpointError(
+                self.path, "it holds the values of another plan: of another model, or another version of infinity",
+                advice,
+            )  # fmt: skip
+        return plan
+
+    def in_words(self) -> str:
+        """What it is, for messages."""
+        return f"the swap files of the run that was killed hold step {self.record.step}"
+
+
+def find_run(config: ResolvedConfig, groups: ProcessGroups) -> Adopted | None:
+    """Return what this rank goes on from; None where no run of this `checkpoint.path` was killed, or none that had made
+    a step. Collective. CheckpointError where what is left cannot be gone on from, on every rank alike.
+    """
+    section, folders = config.sections.checkpoint, config.nvme_path
+    if section.every_step == "off" or folders is None:
+        return None
+    path, rank = str(Path(str(section.path)).absolute()), groups.ranks.rank
+    mine: dict[str, KilledRun] = {}
+
+    def job() -> list[_Row]:
+        mine.update((each.run.run, each) for each in look(Path(folders[0]), path=path, rank=rank))
+        return [
+            (run, int(each.run.plan["world_size"]), {str(at): record.step for at, record in each.records.items()})
+            for run, each in mine.items()
+        ]
+
+    rows: list[list[_Row]] = run_on_all_ranks(groups, "runs that were killed", job, path=folders[0])
+    chosen = _choose(rows, groups.world.size, path, Path(folders[0]))
+    if chosen is None:
+        return None
+    run, version = chosen
+    killed = mine[run]
+    killed.only(version)
+    return Adopted(killed, killed.records[version])
+
+
+def _choose(rows: Sequence[Sequence[_Row]], world: int, path: str, folder: Path) -> tuple[str, int] | None:
+    """Return the run, and the version of its records, that every rank goes on from."""
+    found: dict[str, dict[int, dict[int, int]]] = {}
+    for rank, row in enumerate(rows):
+        for run, size, steps in row:
+            if size != world:
+                raise CheckpointError(
+                    folder,
+                    f"rank {rank} finds swap files here of a run of {path} with {size} ranks; now there are {world}",
+                    f"Make a checkpoint of them with `infinity ckpt from-swap {folder} {path}`, which any "
+                    "number of ranks can load, or start as many ranks as then",
+                )  # fmt: skip
+            found.setdefault(run, {})[rank] = {int(version): step for version, step in steps.items()}
+    best: tuple[int, str, int] | None = None
+    for run, ranks in found.items():
+        version = newest([ranks.get(rank, {}) for rank in range(world)])
+        if version is not None:
+            best = max(best or (-1, "", 0), (next(iter(ranks.values()))[version], run, version))
+        elif any(at > 1 for steps in ranks.values() for at in steps):
+            without = next((rank for rank in range(world) if rank not in ranks), None)
+            what = "the ranks' records are not of one step" if without is None else f"rank {without} has none of it"
+            raise CheckpointError(
+                folder, f"swap files here are of a run of {path} that was killed, but {what}",
+                "Bring back what is missing, or remove the swap files to go on from the newest checkpoint",
+            )  # fmt: skip
+    return None if best is None else best[1:]
+
+
+class StepRecords:
+    """Writes the records of one rank's steps. made: what the plan was made of. adopted: what it goes on from."""
+
+    def __init__(self, runtime: Runtime, made: Mapping[str, Any], adopted: Adopted | None) -> None:
+        self._runtime = runtime
+        self._made = made
+        self.adopted = adopted
+        section = runtime.config.sections.checkpoint
+        self._flushes = section.every_step == "power"
+        self._path = str(Path(str(section.path)).absolute())
+        drawn = run_on_all_ranks(runtime.groups, "id of the run", partial(secrets.token_hex, 6), path=self._path)
+        self._id = drawn[0] if adopted is None else adopted.killed.run.run
+        self._version = 0 if adopted is None else adopted.record.version
+        # Of the latest step, without the places of its values; None before the first.
+        self._latest: StepRecord | None = None
+        # Whether `.run` is there, and with it the state of a run that outlasts the process.
+        self._kept = adopted is not None
+        # Whether it was gone on from.
+        self._taken = adopted is None
+        # The first swap file of a run that is over.
+        self._over: Path | None = None
+        if adopted is not None:
+            runtime.health.mark_broken(
+                f"{adopted.in_words()}, and this engine has taken them over. Call engine.resume() to go on from there, "
+                "or engine.load_checkpoint() to go on from a checkpoint; to begin anew, close the engine and remove "
+                f"{adopted.path.with_suffix('')}.*"
+            )
+
+    # Behind each step.
+
+    def note(self, run: Run, client_state: ClientState) -> None:
+        """A step has returned, or a load: have the state that a run would go on from recorded behind the program."""
+        self._latest = self._capture(run, client_state)
+        self._begin(self._latest)
+
+    def renew(self) -> None:
+        """The program has changed values since the latest record: have them recorded before the next step writes."""
+        if self._latest is not None:
+            # What it has stepped in backward is of the values before.
+            self._runtime.step.forget_early()
+            self._begin(self._latest)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the program has changed values since the latest record was begun."""
+        return self._latest is not None and self._runtime.store.access.touched
+
+    @property
+    def dropped(self) -> bool:
+        """Whether values were replaced, and nothing records what they are now."""
+        return self._taken and self._latest is None
+
+    def _begin(self, state: StepRecord) -> None:
+        self._version += 1
+        self._runtime.store.access.begin_record()
+        self._runtime.step.then(self._write, replace(state, version=self._version))
+
+    def _write(self, state: StepRecord) -> None:
+        """In the thread that steps, once it has stepped everything: see [Note: fence]."""
+        store, rule = self._runtime.store, self._runtime.step.rule
+        try:
+            store.write_down()
+            path = store.swap_files.path
+            if self._flushes:
+                store.sync()
+            if not self._kept:
+                write_run(path, self._run_file())
+                store.swap_files.keep(True)
+                self._kept = True
+            scalars = rule.parameter_scalars(state.engine["optimizer"]["steps"])
+            singles = {name: encode(values) for name, values in scalars.items()}
+            record = replace(state, places=tuple(store.places()), singles=singles)
+            write_record(path, record, sync=self._flushes)
+            store.record()
+        finally:
+            store.access.end_record()
+
+    def _capture(self, run: Run, client_state: ClientState) -> StepRecord:
+        runtime = self._runtime
+        own = client_state() if callable(client_state) else client_state
+        inner: dict[str, Tensor] = {}
+        encoded = encode_client_state(own, inner, path=self._path)
+        buffers = checkpoint_buffers(runtime.module)
+        tensors = {f"client/{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in inner.items()}
+        tensors |= {f"buffer/{name}": each.detach().cpu().clone().contiguous() for name, each in buffers.items()}
+        return StepRecord(
+            self._id, runtime.groups.ranks.rank, 0, (), run.to_json(path=self._path), random_state(runtime.device), {},
+            encoded, tuple(filter(runtime.tells_buffer, buffers)), tensors,
+        )  # fmt: skip
+
+    def _run_file(self) -> RunFile:
+        runtime, groups = self._runtime, self._runtime.groups
+        module, plan, tier = runtime.module, runtime.plan, runtime.store.swap_files
+        kind = type(module)
+        return RunFile(
+            self._id, self._path, groups.ranks.rank, tuple(path.absolute() for path in tier.nbytes_by_path),
+            tier.weights, tier.nbytes, runtime.config.sections.aio.checksum == "sampled", plan_in_short(plan),
+            self._made,
+            tuple(SavedPartition.of(each.spec) for each in runtime.store.saved),
+            tuple(shares(plan, groups.data.index, groups.tensor.index)), tensors_of(plan, module),
+            tied_names(module),
+            {
+                "class": f"{kind.__module__}.{kind.__qualname__}",
+                "export": describe_model(module, runtime.whole_shapes).to_json(),
+            },
+        )  # fmt: skip
+
+    # Going on.
+
+    def is_newest(self, directory: Path) -> bool:
+        """Whether what was taken over, and not gone on from yet, is not older than every checkpoint in a folder."""
+        if self._taken or self.adopted is None:
+            return False
+        steps = (int(manifest.engine["counters"]["global_steps"]) for _, manifest in complete(directory))
+        return self.adopted.record.step >= max(steps, default=-1)
+
+    def resume(self, run: Run) -> tuple[str, Any]:
+        """Give the run the state behind the step whose values the engine has. Returns what `Engine.resume` does."""
+        assert self.adopted is not None
+        runtime, record, path = self._runtime, self.adopted.record, self.adopted.path
+        run.check(record.engine, [record.singles], optimizer=True, scheduler=True, path=path)
+        check_random(record.rng, runtime.device, path=path)
+        client = decode(record.client_state, record.client_tensors())
+        buffers, own = record.buffers(), checkpoint_buffers(runtime.module)
+        unlike = [name for name, each in own.items() if name not in buffers or buffers[name].shape != each.shape]
+        if unlike:
+            raise CheckpointError(path, f"its record has no buffer {unlike[0]} of this model", "Give the run its model")
+        with torch.no_grad():
+            for name, each in own.items():
+                each.copy_(buffers[name])
+        managed = runtime.config.sections.managed_gradient_accumulation
+        run.restore(
+            record.engine, [record.singles], {name: name for name in runtime.step.steps}, optimizer=True,
+            scheduler=True, accumulation=runtime.config.accumulation if managed else 1, path=path,
+        )  # fmt: skip
+        restore_random(record.rng, runtime.device)
+        self._latest, self._taken = record, True
+        runtime.health.mark_whole()
+        logger.info("going on from step %d, which %s holds", record.step, path)
+        return str(path), client
+
+    def drop(self) -> None:
+        """All values are about to be replaced: no record is true any more."""
+        self._runtime.step.synchronize()
+        if self._kept:
+            remove_records(self._runtime.store.swap_files.path)
+            self._runtime.store.forget_records()
+        self._latest, self._kept, self._taken = None, False, True
+
+    def finish(self) -> None:
+        """The run is over: its files go with the engine. Those that were not gone on from stay."""
+        if self._kept and self._taken:
+            self._over = self._runtime.store.swap_files.path
+            self._runtime.store.swap_files.keep(False)
+
+    def clean_up(self) -> None:
+        """Remove what is left beside files that have gone, once nothing is written any more."""
+        if self._over is not None:
+            remove_records(self._over)
