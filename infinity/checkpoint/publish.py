@@ -11,15 +11,19 @@ import fcntl
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from infinity.base import VERSION
 from infinity.base.untrusted import read_metadata
 from infinity.checkpoint.format import (
     LATEST,
@@ -87,6 +91,16 @@ class SaveTarget:
     number: int
     previous: str | None
     outdated: Sequence[str]
+
+
+def now() -> str:
+    """Return the time as manifests have it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the software that saves."""
+    return {"infinity": VERSION, "torch": str(torch.__version__), "python": sys.version.split()[0]}
 
 
 def check_tag(tag: str) -> str:

@@ -38,8 +38,10 @@ from infinity.checkpoint.format import (
     Crc,
     EngineBody,
     Few,
+    FileInfo,
     Flag,
     Identity,
+    Manifest,
     PlanBody,
     ShardRanges,
     ShardRow,
@@ -50,11 +52,24 @@ from infinity.checkpoint.format import (
     Written,
 )
 from infinity.checkpoint.pieces import TensorSpan
-from infinity.checkpoint.save import Lent, LetGo
+from infinity.checkpoint.publish import (
+    Retention,
+    check_tag,
+    claimed,
+    now,
+    prepare,
+    publish_checkpoint,
+    remove_save,
+    versions,
+    write_client,
+)
+from infinity.checkpoint.save import Capture, Lent, LetGo, write
 from infinity.errors import CheckpointError
 from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.tiers.nvme import RECORD_SUFFIXES, RUN_SUFFIX, NvmeTier
+from infinity.ops.aio import Queue
 from infinity.plan.plan import COPY_NBYTES
+from infinity.plan.spec import dtype_name
 from infinity.plan.types import Extent, Key, Kind, PartitionSpec
 
 _ADVICE = "Remove the swap file and what has its name, and go on from a checkpoint"
@@ -491,6 +506,80 @@ class SwapSource:
 
     def skip(self, keys: Sequence[Key]) -> None:
         """See `PartitionSource`."""
+
+
+def make_checkpoint(folders: Sequence[Path], out: Path, *, tag: str | None = None, path: str | None = None) -> Path:
+    """Make a checkpoint in `out` of what a killed run has left in folders for swap files, and return its folder. The
+    swap files stay. path: the run's `checkpoint.path`, where there are several.
+
+    CheckpointError where there is none, or what is there is not whole; TransferError where the drive fails, or has not
+    the bytes that were written. Nothing is left of the checkpoint then.
+    """
+    ranks, version = _one_run([each for folder in folders for each in look(folder, path=path)], folders)
+    first, record = ranks[0].run, ranks[0].records[version]
+    tag = check_tag(f"global_step{record.step}" if tag is None else tag)
+    with claimed(out):
+        target = prepare(out, tag, Retention(), latest=True)
+        try:
+            infos = tuple(_write_rank(each, each.records[version], out / tag, target.id) for each in ranks)
+            client = write_client(out / tag, target.id, record.client_tensors())
+            manifest = Manifest(
+                id=target.id, tag=tag, number=target.number, time=now(), versions=versions(), plan=dict(first.plan),
+                tensors=dict(first.tensors), tied=dict(first.tied), ranks=infos, client=client,
+                engine=dict(record.engine), client_state=record.client_state, module=dict(first.module),
+            )  # fmt: skip
+            publish_checkpoint(out, manifest, latest=True, checked=True)
+        except BaseException:
+            remove_save(out / tag, target.id)
+            raise
+    return out / tag
+
+
+def _one_run(found: Sequence[KilledRun], folders: Sequence[Path]) -> tuple[list[KilledRun], int]:
+    """Return the ranks of the only run that there is, in order, and the latest version of its records."""
+    runs: dict[str, dict[int, KilledRun]] = {}
+    for each in found:
+        runs.setdefault(each.run.run, {})[each.run.rank] = each
+    if not runs:
+        raise CheckpointError(
+            folders[0], "no swap files with a record of a step are here",
+            "Name the folder that nvme_path named in the run; checkpoint.every_step was on in it",
+        )  # fmt: skip
+    if len(runs) > 1:
+        paths = ", ".join(sorted({each.run.path for each in found}))
+        raise CheckpointError(
+            folders[0], f"swap files of {len(runs)} runs are here ({paths})", "Say which one with --path"
+        )
+    (ranks,) = runs.values()
+    size = int(next(iter(ranks.values())).run.plan["world_size"])
+    missing = [rank for rank in range(size) if rank not in ranks]
+    if missing:
+        raise CheckpointError(
+            folders[0], f"the run had {size} ranks, and the swap files of rank {missing[0]} are not here",
+            "Name the folders of all nodes",
+        )  # fmt: skip
+    version = newest([ranks[rank].records for rank in range(size)])
+    if version is None:
+        raise CheckpointError(folders[0], "the ranks' records are of no common step", _ADVICE)
+    return [ranks[rank] for rank in range(size)], version
+
+
+def _write_rank(killed: KilledRun, record: StepRecord, folder: Path, identity: str) -> FileInfo:
+    """Write one rank's files of a checkpoint."""
+    run, told = killed.run, set(record.told)
+    buffers = tuple(
+        (name, dtype_name(each.dtype), each) for name, each in record.buffers().items() if name in told
+    )  # fmt: skip
+    capture = Capture(run.rank, run.pieces, buffers, record.rng, record.singles)
+    with Queue() as queue:
+        tier = NvmeTier(
+            [path.parent for path in run.files], nbytes=run.nbytes, rank=run.rank, queue=[Queue() for _ in run.files],
+            weights=run.weights, checksum="sampled" if run.sampled else True, found=run.files,
+        )  # fmt: skip
+        try:
+            return write(capture, SwapSource(run, record, tier), folder, identity, queue)
+        finally:
+            tier.close()
 
 
 def _no_read(key: Key, begin: int, room: Tensor) -> Transfer:

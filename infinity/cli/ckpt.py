@@ -1,13 +1,17 @@
-"""`infinity ckpt`: inspect a checkpoint, verify it, or compare two.
+"""`infinity ckpt`: inspect a checkpoint, verify it, compare two, or make one of a killed run's swap files.
 
     infinity ckpt inspect CHECKPOINT [--tag TAG] [--tensors] [--json]
     infinity ckpt verify CHECKPOINT [--tag TAG]
     infinity ckpt diff CHECKPOINT OTHER [--all]
+    infinity ckpt from-swap FOLDER [FOLDER ...] OUT [--tag TAG] [--path PATH]
 
 CHECKPOINT is the folder that was passed to `save_checkpoint` (the command uses the tag in `latest`, or --tag), or the
 folder of one checkpoint in it; `inspect` and `verify` read DeepSpeed's, too. `infinity-ckpt` is the same command. Exit
 codes: 0 success; 1 verify found damage, or diff a difference; 2 there is no answer, for example because the folder has
 no checkpoint.
+
+FOLDER is what `nvme_path` named in a run with `checkpoint.every_step`; with several nodes, that of each. OUT gets a
+checkpoint that loads with any number of ranks, stage and tiers.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from infinity.base.sizes import format_bytes
 from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, read_deepspeed, verify_deepspeed
 from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, TensorInfo, check_files, read_manifest
 from infinity.checkpoint.inspect import Comparison, compare_checkpoints, verify
+from infinity.checkpoint.records import make_checkpoint
 from infinity.cli.export import add_checkpoint, locate, theirs
 from infinity.cli.terminal import Meter, format_table, say
 from infinity.errors import CheckpointError, TransferError
@@ -32,7 +37,7 @@ _SHOWN_MAX = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to `parser`."""
-    commands = parser.add_subparsers(dest="verb", required=True, metavar="inspect|verify|diff")
+    commands = parser.add_subparsers(dest="verb", required=True, metavar="inspect|verify|diff|from-swap")
     inspecting = commands.add_parser("inspect", help="print the contents of a checkpoint")
     inspecting.add_argument("--tensors", action="store_true", help="list every tensor")
     inspecting.add_argument("--json", action="store_true", help="print JSON")
@@ -43,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     differing.add_argument("checkpoint", metavar="CHECKPOINT")
     differing.add_argument("other", metavar="OTHER")
     differing.add_argument("--all", action="store_true", help="list every change")
+    making = commands.add_parser("from-swap", help="make a checkpoint of the swap files that a killed run has left")
+    making.add_argument("folders", metavar="FOLDER", nargs="+", help="that nvme_path named; of each node")
+    making.add_argument("out", metavar="OUT", help="the folder of checkpoints, as of save_checkpoint")
+    making.add_argument("--tag", help="of the checkpoint (default: global_step and the number)")
+    making.add_argument("--path", help="the run's checkpoint.path, where several runs were killed")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -53,6 +63,11 @@ def run(given: argparse.Namespace) -> int:
     """
     if given.verb == "diff":
         return _diff(given)
+    if given.verb == "from-swap":
+        path = None if given.path is None else str(Path(given.path).absolute())
+        made = make_checkpoint([*map(Path, given.folders)], Path(given.out), tag=given.tag, path=path)
+        say(f"{made}: made of the swap files in {', '.join(given.folders)}, which stay until they are removed")
+        return 0
     folder = locate(given.checkpoint, given.tag)
     if theirs(folder):
         return _verify_deepspeed(folder) if given.verb == "verify" else _inspect_deepspeed(folder, given)

@@ -21,11 +21,9 @@ refuses to go on until a load succeeds.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from infinity.base import VERSION
 from infinity.checkpoint.background import Background, Together
 from infinity.checkpoint.deepspeed.checkpoint import (
     DeepSpeedSource,
@@ -76,10 +73,12 @@ from infinity.checkpoint.publish import (
     SaveTarget,
     check_tag,
     claimed,
+    now,
     prepare,
     publish_checkpoint,
     remove,
     remove_save,
+    versions,
     write_client,
 )
 from infinity.checkpoint.restore import (
@@ -264,10 +263,7 @@ class Save:
     def _manifest(self, target: SaveTarget, infos: list[FileInfo], client: FileInfo | None) -> Manifest:
         return Manifest(
             id=target.id, tag=self.request.tag, number=target.number,
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            versions={
-                "infinity": VERSION, "torch": str(torch.__version__), "python": sys.version.split()[0],
-            },
+            time=now(), versions=versions(),
             plan=plan_in_short(self.runtime.plan), ranks=tuple(infos), client_state=self.contents.client_state,
             client=client, **self.contents.manifest,
         )  # fmt: skip
