@@ -60,7 +60,9 @@ ENVIRONMENT_READ_IN = (
 )  # fmt: skip
 # Back ends are opened and used by the store's package, files on drives by it, checkpoints and what measures drives.
 MOVERS = {
-    "infinity.memory.tiers.nvme": ("infinity.memory",), "infinity.memory.tiers.registry": ("infinity.memory",),
+    # What a killed run has left is read without a store.
+    "infinity.memory.tiers.nvme": ("infinity.memory", "infinity.checkpoint.records"),
+    "infinity.memory.tiers.registry": ("infinity.memory",),
     "infinity.memory.tiers.striping": ("infinity.memory",),
     "infinity.ops.aio": ("infinity.memory", "infinity.checkpoint", "infinity.cli", "infinity.ops"),
 }

@@ -66,7 +66,8 @@ from infinity.checkpoint.publish import (
 from infinity.checkpoint.save import Capture, Lent, LetGo, write
 from infinity.errors import CheckpointError
 from infinity.memory.resizable_buffer import page_aligned
-from infinity.memory.tiers.nvme import RECORD_SUFFIXES, RUN_SUFFIX, NvmeTier
+from infinity.memory.store import Place
+from infinity.memory.tiers.nvme import RECORD_SUFFIXES, RUN_SUFFIX, NvmeTier, wait_for_end
 from infinity.ops.aio import Queue
 from infinity.plan.plan import COPY_NBYTES
 from infinity.plan.spec import dtype_name
@@ -278,9 +279,6 @@ class _RecordBody(Body):
     tensors: Annotated[str, Field(strict=True)]
 
 
-Place = tuple[int, int, Sequence[int]]
-
-
 @dataclass(frozen=True)
 class StepRecord(Written):
     """What `.step0` or `.step1` says: the state behind one step.
@@ -408,10 +406,11 @@ class KilledRun:
         return self.run.nbytes
 
 
-def look(folder: Path, *, path: str | None = None, rank: int | None = None) -> list[KilledRun]:
+def killed_runs(folder: Path, *, path: str | None = None, rank: int | None = None) -> list[KilledRun]:
     """Return what killed runs have left in a folder for swap files. path, rank: only of this run, of this rank.
 
-    CheckpointError where a run's files are damaged beyond what the other record makes up for.
+    CheckpointError where a run's files are damaged beyond what the other record makes up for. TransferError where a
+    process still has them.
     """
     found = []
     for at in sorted(folder.glob(f"infinity-swap-*{RUN_SUFFIX}")) if folder.is_dir() else ():
@@ -433,6 +432,8 @@ def look(folder: Path, *, path: str | None = None, rank: int | None = None) -> l
                 # The end of a run that was over: its file went first.
                 continue
             raise CheckpointError(missing, f"this swap file, of which {at} tells, is not there", _ADVICE)
+        # What it has begun to write would come after what is read here.
+        wait_for_end(files[0])
         records, damage = {}, ""
         for each in beside:
             try:
@@ -515,7 +516,7 @@ def make_checkpoint(folders: Sequence[Path], out: Path, *, tag: str | None = Non
     CheckpointError where there is none, or what is there is not whole; TransferError where the drive fails, or has not
     the bytes that were written. Nothing is left of the checkpoint then.
     """
-    ranks, version = _one_run([each for folder in folders for each in look(folder, path=path)], folders)
+    ranks, version = _one_run([each for folder in folders for each in killed_runs(folder, path=path)], folders)
     first, record = ranks[0].run, ranks[0].records[version]
     tag = check_tag(f"global_step{record.step}" if tag is None else tag)
     with claimed(out):

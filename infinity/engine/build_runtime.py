@@ -13,12 +13,11 @@ from infinity.distributed.groups import ProcessGroups, Ranks
 from infinity.engine.activation_forecast import FirstBatch
 from infinity.engine.micro_batches import widen_batch_norms
 from infinity.engine.runtime import Attached, Runtime
-from infinity.engine.step_records import Adopted
 from infinity.errors import ConfigError
 from infinity.memory.ledger import Ledger
-from infinity.memory.store import TieredStore, open_activation_tier, open_store
+from infinity.memory.store import Left, TieredStore, open_activation_tier, open_store
 from infinity.memory.tiers.device import Device
-from infinity.memory.tiers.pinned import mappings_of_their_own
+from infinity.memory.tiers.pinned import mappings_of_their_own, trim
 from infinity.observability.memory_report import Observer
 from infinity.observability.progress import StepProgress
 from infinity.ops.adam import set_threads
@@ -70,27 +69,25 @@ def make_step(
 @mappings_of_their_own()
 def build_runtime(
     inputs: PlanInputs, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
-    ledger: Ledger, undo: ExitStack, adopted: Adopted | None = None,
+    ledger: Ledger, undo: ExitStack, left: Left | None = None,
 ) -> Runtime:  # fmt: skip
     """Allocate what the plan says and move the model into it. Each part registers its close in `undo`, in case a later
-    one fails. inputs: what the plan was made of. adopted: has the values of a run that was killed, in place of the
-    model's.
+    one fails. inputs: what the plan was made of. left: by a run that was killed, whose values replace the model's.
     """
     init, ranks, config = init_of(list(model.parameters())), groups.ranks, inputs.config
     if init is not None:
         undo.callback(groups.close)
-    found = None if adopted is None else (adopted.killed.run.files, adopted.killed.run.weights)
-    store = open_store(config, plan, rank=ranks.rank, device=device, ledger=ledger, found=found)
+    store = open_store(config, plan, rank=ranks.rank, device=device, ledger=ledger, left=left)
     undo.callback(store.close)
     units = make_units(model, plan, store=store, device=device, group=groups.data, ledger=ledger)
     materializer = Materializer(
         units, plan=plan, store=store, groups=groups, init=init, every=taken_in_order(model, inputs.units),
         moments_start=optimizer.rule.start,
     )
-    if adopted is None:
+    if left is None:
         materializer.run()
     else:
-        materializer.take_over(adopted.record.places)
+        materializer.take_over(left.places)
     if init is not None:
         init.close()
     step = make_step(config, plan, store, device, groups, optimizer)
@@ -124,6 +121,7 @@ def build_runtime(
     first_batch = FirstBatch(inputs, plan, model, coordinator, compiled, groups.stage, device, ledger)
     health = Health(store, step, groups)
     access = ParamAccess(plan, store, groups, units, gradients, coordinator, step, health)
+    trim()
     return Runtime(
         module=model, config=config, plan=plan, device=device, groups=groups, store=store, gradients=gradients,
         coordinator=coordinator, access=access, attached=Attached(exchanges, hooks, checkpointing, compiled), step=step,

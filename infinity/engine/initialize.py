@@ -34,7 +34,6 @@ from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
 from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device
-from infinity.memory.tiers.pinned import trim
 from infinity.observability.monitors import check_installed
 from infinity.optim.factory import Chosen, adam_from_params, from_name, from_torch, no_optimizer
 from infinity.optim.lr import build_scheduler, check_steps_alone
@@ -99,15 +98,15 @@ def initialize(
         agree_on_plan(plan, groups.stage, groups.world)
         wish = resolved.sections.kernels.liger
         applied = apply_liger(wish, model, device.torch, plan.layouts, tensor=resolved.tensor)
+        left = None if adopted is None else adopted.left
         ledger = Ledger(inputs.limits, inputs.reserve.taken_nbytes, inputs.reserve.peak_nbytes(plan))
-        runtime = build_runtime(inputs, model, plan, groups, device, trained.optimizer, ledger, undo, adopted)
+        runtime = build_runtime(inputs, model, plan, groups, device, trained.optimizer, ledger, undo, left)
         stepped = optimizer_of(runtime, trained.groups, trained.optimizer, optimizer)
         scheduler = scheduler_of(resolved, lr_scheduler, stepped)
         records = StepRecords(runtime, inputs.made(plan), adopted) if plan.request.recorded else None
         engine = Engine(runtime, stepped, scheduler, loader, records)
         runtime.access.own_parameters(model)
         undo.pop_all()
-    trim()
     for line in [*remarks(inputs, model, plan, device), *applied, _headline(resolved, plan, trained)]:
         logger.info(line)
     if adopted is not None:

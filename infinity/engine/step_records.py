@@ -32,7 +32,7 @@ from infinity.checkpoint.records import (
     RunFile,
     SavedPartition,
     StepRecord,
-    look,
+    killed_runs,
     newest,
     remove_records,
     write_record,
@@ -54,6 +54,7 @@ from infinity.distributed.groups import ProcessGroups
 from infinity.engine.runtime import Runtime
 from infinity.errors import CheckpointError, ConfigError
 from infinity.log import logger
+from infinity.memory.store import Left
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
 from infinity.plan.types import Kind
@@ -73,6 +74,11 @@ class Adopted:
     def path(self) -> Path:
         """Its first swap file."""
         return self.killed.path
+
+    @property
+    def left(self) -> Left:
+        """What a store is opened with."""
+        return Left(self.killed.run.files, self.killed.run.weights, self.record.places)
 
     def plan_again(self, inputs: PlanInputs) -> Plan:
         """Make the run's plan again. CheckpointError where it is not of this model, configuration and version."""
@@ -109,7 +115,7 @@ def find_run(config: ResolvedConfig, groups: ProcessGroups) -> Adopted | None:
     mine: dict[str, KilledRun] = {}
 
     def job() -> list[_Row]:
-        mine.update((each.run.run, each) for each in look(Path(folders[0]), path=path, rank=rank))
+        mine.update((each.run.run, each) for each in killed_runs(Path(folders[0]), path=path, rank=rank))
         return [
             (run, int(each.run.plan["world_size"]), {str(at): record.step for at, record in each.records.items()})
             for run, each in mine.items()

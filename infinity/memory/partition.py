@@ -2,7 +2,7 @@
 
 | state    | memory holds | the drive holds      | leases                       | left by                   |
 |----------|--------------|----------------------|------------------------------|---------------------------|
-| ABSENT   | nothing      | nothing trusted      | none                         | materialize               |
+| ABSENT   | nothing      | nothing trusted      | none                         | materialize, restore      |
 | RESIDENT | the value    | the same, if any     | many readers or one writer   | write, drop, discard      |
 | DIRTY    | the value    | an older one, or none| many readers or one writer   | flush, discard            |
 | WRITING  | the value    | being written        | readers only                 | complete, error           |
@@ -66,7 +66,7 @@ class State(Enum):
 
 _MEMORY_MOVES = {(State.ABSENT, State.RESIDENT), (State.RESIDENT, State.ABSENT)}
 _NVME_MOVES = {
-    (State.ABSENT, State.DIRTY),
+    (State.ABSENT, State.DIRTY), (State.ABSENT, State.SPILLED),
     (State.RESIDENT, State.DIRTY), (State.RESIDENT, State.SPILLED), (State.RESIDENT, State.ABSENT),
     (State.DIRTY, State.WRITING), (State.DIRTY, State.ABSENT), (State.DIRTY, State.SPILLED),
     (State.WRITING, State.RESIDENT), (State.WRITING, State.FAILED),
@@ -190,7 +190,7 @@ class Partition:
         self._turned = bool(slot)
         self._prefixes[slot] = prefix_nbytes
         if self.on_drive:
-            self.state = State.SPILLED
+            self._move(State.SPILLED, "restore")
         self.record()
 
     def forget_record(self) -> None:
@@ -242,7 +242,7 @@ class Partition:
 
     def drop(self) -> Tensor:
         """Free a clean buffer and return it; the value stays on the drive."""
-        # From other states a partition becomes SPILLED by `forget` only.
+        # From other states a partition becomes SPILLED by `forget` and `restore` only.
         self._forbid(self.leased or self.state is not State.RESIDENT, "drop")
         self._move(State.SPILLED, "drop")
         return self._take_buffer()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -42,6 +42,21 @@ from infinity.plan.types import Key, Kind, PartitionSpec, Tier
 
 # Drives complete writes nearly in order: a finished one is among the first so many, or there is none.
 _WRITES_POLLED = 16
+
+
+# Where a value lies that a record names: slot, bytes before the zero tail, checksums of what was written at once.
+Place = tuple[int, int, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a process that was killed has left of a rank's values: swap files, one a drive, with the drives' weights,
+    and the places of the values, in the order of `TieredStore.saved`.
+    """
+
+    files: Sequence[Path]
+    weights: Sequence[float]
+    places: Sequence[Place]
 
 
 class TieredStore:
@@ -252,10 +267,8 @@ class TieredStore:
                 partition.end_read()
                 self.access.unclaim([partition.key], None)
 
-    def places(self) -> list[tuple[int, int, list[int]]]:
-        """Return where `write_down` has put each of the saved values: slot, bytes before the zero tail, and the
-        checksums of what was written, piece by piece.
-        """
+    def places(self) -> list[Place]:
+        """Return where `write_down` has put each of the saved values."""
         with self._lock:
             return [(each.slot, each.prefix_nbytes, self._residency.checksums(each)) for each in self.saved]
 
@@ -280,7 +293,7 @@ class TieredStore:
             for partition in self.saved:
                 partition.forget_record()
 
-    def restore(self, places: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    def restore(self, places: Sequence[Place]) -> None:
         """Take the values that a record names, as `places` returned them, from the files of a process that has ended.
         What lives in memory is read; what lives on the drive is read when it is used.
         """
@@ -538,11 +551,11 @@ class TieredStore:
 
 def open_store(
     config: ResolvedConfig, plan: Plan, *, rank: int, device: Device, ledger: Ledger,
-    found: tuple[Sequence[Path], Sequence[float]] | None = None,
+    left: Left | None = None,
 ) -> TieredStore:  # fmt: skip
     """Allocate the partitions' memory and, where the plan has extents, this rank's bytes on drives.
 
-    found: the swap files of a process that has ended, to take instead of new ones, and the weights of their drives.
+    left: by a process that was killed, to be taken instead of new files.
     """
     backends: dict[Tier, TierBackend] = {}
     # Gradients lie in memory like the states that they are stepped with.
@@ -554,12 +567,12 @@ def open_store(
                 folders = config.folders(tier.value)
                 assert folders is not None
                 options = queue_options(config, folders)
-                if found is None or tier is not Tier.NVME:
+                if left is None or tier is not Tier.NVME:
                     backends[tier] = backend_of(tier).open(folders, nbytes=nbytes, rank=rank, options=options)
                 else:
-                    options = replace(options, weights=tuple(found[1]))
+                    options = replace(options, weights=tuple(left.weights))
                     backends[tier] = NvmeTier.open(
-                        folders, nbytes=nbytes, rank=rank, options=options, found=found[0]
+                        folders, nbytes=nbytes, rank=rank, options=options, found=left.files
                     )
                 undo.callback(backends[tier].close)
         store = TieredStore(

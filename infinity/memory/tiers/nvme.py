@@ -83,8 +83,8 @@ class SwapFile:
 
     @classmethod
     def adopt(cls, path: Path, *, nbytes: int, queue: Queue) -> SwapFile:
-        """Take the file of a process that has ended; it is kept. TransferError where it has another size, or some
-        process has it after half a minute.
+        """Take the file of a process that has ended; it is kept. TransferError where it has another size, or a process
+        still has it after half a minute.
         """
         file = File.open(path, writable=True)
         if file.nbytes != nbytes:
@@ -92,14 +92,7 @@ class SwapFile:
                 "open", path=str(path), offset=0, nbytes=nbytes, errno=errno.EINVAL,
                 reason=f"the file has {file.nbytes} bytes, and its record tells of {nbytes}",
             )  # fmt: skip
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while not _try_lock(_lock_of(file)):
-            if time.monotonic() > deadline:
-                raise TransferError(
-                    "open", path=str(path), offset=0, nbytes=nbytes, errno=errno.EWOULDBLOCK,
-                    reason="another process still has it: wait until that has ended, or end it",
-                )  # fmt: skip
-            time.sleep(0.1)
+        _lock_within(_lock_of(file), path)
         drive = cls(path, file, queue)
         drive.keep()
         return drive
@@ -122,6 +115,9 @@ class SwapFile:
             self.queue.close()
         finally:
             self._remove()
+            # Nothing is in flight any more; who holds a transfer keeps the descriptor open.
+            with contextlib.suppress(OSError):
+                fcntl.flock(_lock_of(self.file), fcntl.LOCK_UN)
             self.file.close()
 
 
@@ -491,6 +487,25 @@ def _directory_lock(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def wait_for_end(path: Path) -> None:
+    """Wait until no process has a swap file any more: one that was killed has it until its last write has ended, and so
+    have its children. TransferError after half a minute.
+    """
+    with File.open(path) as file:
+        _lock_within(file.descriptors.buffered, path)
+
+
+def _lock_within(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while not _try_lock(descriptor):
+        if time.monotonic() > deadline:
+            raise TransferError(
+                "open", path=str(path), offset=0, nbytes=0, errno=errno.EWOULDBLOCK,
+                reason="a process still has it (`fuser` names it): wait until that has ended, or end it",
+            )  # fmt: skip
+        time.sleep(0.1)
 
 
 def _lock_of(file: File) -> int:
