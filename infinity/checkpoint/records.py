@@ -18,7 +18,7 @@ import base64
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -445,7 +445,7 @@ def killed_runs(folder: Path, *, path: str | None = None, rank: int | None = Non
                 damage = str(error)
         if not records:
             raise CheckpointError(at.with_suffix(".bin"), f"none of its records is whole: {damage}", _ADVICE)
-        found.append(KilledRun(files[0], run, records))
+        found.append(KilledRun(files[0], replace(run, files=files), records))
     return found
 
 

@@ -295,7 +295,11 @@ class ResolvedConfig(Mapping[str, Any]):
         """A folder on each drive of a tier of drives; None if nothing may live there."""
         devices = {tier, *(("none", "cpu", "auto") if tier == "nvme" else ())}
         found = (self.zero.drives(section) for section in self.zero.offloads if section.device in devices)
-        return next((path for path in found if path is not None), None)
+        path = next((path for path in found if path is not None), None)
+        if path is None and tier == "nvme" and self.sections.checkpoint.every_step != "off":
+            # Copies of what lives in memory.
+            path = self.zero.folders_of_others(tier)
+        return path
 
     @property
     def checkpoint_tier(self) -> str:
