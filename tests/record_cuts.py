@@ -93,7 +93,8 @@ def logged(folder: Path, *, every_step: str, checksum: Any, params: str = "nvme"
     }  # fmt: skip
     with ExitStack() as stack:
         for place, name, stand_in in (
-            (NvmeTier, "_submit_piece", logging_submit), (records, "_put", logging_put), (NvmeTier, "sync", logging_sync)
+            (NvmeTier, "_submit_piece", logging_submit), (NvmeTier, "sync", logging_sync),
+            (records, "_put", logging_put),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stand_in))
         engine = infinity.initialize(model=MLP(hidden=32), config=config)[0]
@@ -256,7 +257,7 @@ def _flipped(data: bytes, drawn: random.Random) -> bytes:
 
 
 def try_mutations(log: Log, count: int, seed: int) -> Iterator[str]:
-    """Yield how each mutation went: "found", "no matter" (where nothing of the state lies), "older", or what is wrong."""
+    """Yield how each mutation went: "found", "no matter" (nothing of the state lies there), "older", or what is wrong."""
     drawn = random.Random(seed)
     last = max(log.states)
     with Place(log) as place:
@@ -274,15 +275,15 @@ def try_mutations(log: Log, count: int, seed: int) -> Iterator[str]:
                 yield "no matter" if version == last else "older"
 
 
-def try_records(log: Log) -> Iterator[str]:
-    """Cut the newest record at every byte, then both."""
+def try_records(log: Log, every: int = 1) -> Iterator[str]:
+    """Cut the newest record at every byte, or at one in so many, then both."""
     image, beside = replayed(log, len(log.events))
     last = max(log.states)
     newest, older = (RECORD_SUFFIXES[version % 2] for version in (last, last - 1))
     with Place(log) as place:
-        for at in range(len(beside[newest])):
+        for at in range(0, len(beside[newest]), every):
             # Nothing is written behind the newest: the values of the older one are still there.
-            whole = at % 97 == 0
+            whole = at % (97 * every) == 0
             version, digest = place.recover(image, {**beside, newest: beside[newest][:at]}, values=whole)
             right = version == last - 1 and digest == (log.states[version] if whole else "")
             yield "older" if right else f"wrong: version {version}"
