@@ -257,7 +257,7 @@ def _flipped(data: bytes, drawn: random.Random) -> bytes:
 
 
 def try_mutations(log: Log, count: int, seed: int) -> Iterator[str]:
-    """Yield how each mutation went: "found", "no matter" (nothing of the state lies there), "older", or what is wrong."""
+    """Yield how each went: "found", "no matter" (nothing of the state lies there), "older", or what is wrong."""
     drawn = random.Random(seed)
     last = max(log.states)
     with Place(log) as place:

@@ -265,6 +265,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "asynchronous": False,
         "bandwidth_share": 1.0,
         "path": None,
+        "every_step": "off",
         "on_signal": (),
     },
     "checkpoint.parallel_write": {"pipeline_stage": False},

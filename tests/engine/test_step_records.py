@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -131,13 +130,13 @@ def test_ranks_go_on_from_the_latest_step_that_all_have(rank_pools: Any, tmp_pat
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> Iterator[Path]:
+def left(tmp_path: Path) -> Path:
     """A folder with a run that was killed after KILLED_AT steps; its swap files are in "left"."""
     with started(config(tmp_path, **ON_NVME, dtype="bf16")) as engine:
         engine.client_state = {"epoch": 7, "kept": torch.arange(3)}
         trained(engine, KILLED_AT)
         killed(engine, tmp_path)
-    yield tmp_path
+    return tmp_path
 
 
 def test_nothing_is_trained_before_the_program_says_what_it_goes_on_from(left: Path) -> None:
