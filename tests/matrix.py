@@ -96,6 +96,8 @@ ROWS = [
     Row("tests.pipeline_loops", _AXES),
     Row("tests.pipeline_matrix", (*_AXES, "infinity/engine")),
     Row("tests.pipeline_tables", ("infinity/plan",)),
+    Row("tests.record_cuts", ("infinity/checkpoint", "infinity/memory")),
+    Row("tests.record_kills", ("infinity/checkpoint", "infinity/memory", "infinity/engine")),
     Row("tests.soak", ("infinity/memory",), ("--steps", "12000")),
     Row("tests.stream_books", ("infinity/zero", "infinity/memory")),
     Row("tests.speculation_matrix", (*_TRAINING, "infinity/plan")),

@@ -5,7 +5,8 @@
     infinity config explain FILE       print every key with its value and its source
     infinity estimate ...              predict memory and step time of a run, same as infinity-estimate
     infinity export CHECKPOINT OUT     write a Hugging Face folder from a checkpoint, same as infinity-export
-    infinity ckpt inspect|verify|diff  inspect, verify or compare checkpoints, same as infinity-ckpt
+    infinity ckpt inspect|verify|diff|from-swap
+                                       inspect, verify, compare or make checkpoints, same as infinity-ckpt
     infinity run SCRIPT ...            start a script on this machine's devices, with DeepSpeed's names if asked
 
 Exit codes: 0 success; 1 the doctor found a problem that prevents a run, verify found damage or diff a difference; 2 the
