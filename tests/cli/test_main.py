@@ -48,7 +48,8 @@ def test_every_command_explains_itself(name, capsys):
         ("ckpt diff a b --al", "infinity ckpt: --al: unknown option; did you mean --all?"),
         (
             "ckpt",
-            "infinity ckpt: the following arguments are required: inspect|verify|diff|from-swap; see infinity ckpt --help",
+            "infinity ckpt: the following arguments are required: inspect|verify|diff|from-swap; "
+            "see infinity ckpt --help",
         ),
         ("config expalin a", "infinity config: action: unknown: expalin; did you mean explain?"),
         ("estimate gpt2 --rank 2", "infinity-estimate: --rank: unknown option; did you mean --ranks?"),
