@@ -109,7 +109,7 @@ def main() -> None:
     ratios = {
         mode: median(one / other for one, other in zip(found[mode], found["off"], strict=True)) for mode in MODES[1:]
     }
-    table = Table("parameters", *(f"{mode}:.2f" for mode in MODES), "process/off:.3f", "power/off:.3f", "resume:.2f")
+    table = Table(*(f"{mode}:.2f" for mode in MODES), "process/off:.3f", "power/off:.3f", "resume:.2f")
     table.row(f"{numel / 1e6:.0f} M", *times.values(), *ratios.values(), median(begun["resume"]))
     if given.json is not None:
         rows = [
