@@ -205,6 +205,14 @@ def describe_model(module: nn.Module, shapes: Mapping[str, tuple[int, ...]] = _A
         return Description(type(module).__name__, refusal=reason)
 
 
+def saved_module(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return what a manifest says of the module, for readers that have none of the model's code. shapes: as above."""
+    kind = type(module)
+    return {
+        "class": f"{kind.__module__}.{kind.__qualname__}", "export": describe_model(module, shapes).to_json()
+    }  # fmt: skip
+
+
 def _describe(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Description:
     name = type(module).__name__
     if _of_library(module, "peft"):

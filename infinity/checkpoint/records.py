@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from infinity.checkpoint.format import (
     TensorName,
     Text,
     Written,
+    sync_folder,
 )
 from infinity.checkpoint.pieces import TensorSpan
 from infinity.checkpoint.publish import (
@@ -69,9 +70,8 @@ from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.store import Place
 from infinity.memory.tiers.nvme import RECORD_SUFFIXES, RUN_SUFFIX, NvmeTier, wait_for_end
 from infinity.ops.aio import Queue
-from infinity.plan.plan import COPY_NBYTES
 from infinity.plan.spec import dtype_name
-from infinity.plan.types import Extent, Key, Kind, PartitionSpec
+from infinity.plan.types import Extent, Key, Kind, PartitionSpec, moved_at_once
 
 _ADVICE = "Remove the swap file and what has its name, and go on from a checkpoint"
 _KINDS = {Kind.PARAM.value: Kind.PARAM, Kind.STATES.value: Kind.STATES}
@@ -155,11 +155,8 @@ class SavedPartition:
 
     def moved(self, slot: int, prefix_nbytes: int) -> list[tuple[Extent, int]]:
         """What was written at once to one of its extents, each with its first byte of the value."""
-        place = self.spare if slot else self.extent
-        if place is None:
-            return []
-        end, step = (self.nbytes, COPY_NBYTES) if self.copied else (prefix_nbytes, max(prefix_nbytes, 1))
-        return [(Extent(place.offset + begin, min(step, end - begin)), begin) for begin in range(0, end, step)]
+        extent = self.spare if slot else self.extent
+        return moved_at_once(extent, self.nbytes, prefix_nbytes, copied=self.copied)
 
 
 @dataclass(frozen=True)
@@ -365,11 +362,7 @@ def _put(path: Path, data: bytes, *, sync: bool) -> None:
     finally:
         os.close(descriptor)
     if sync and new:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
 
 
 def remove_records(path: Path) -> None:
@@ -388,17 +381,20 @@ class KilledRun:
 
     def only(self, version: int) -> None:
         """Remove the records of other versions: these are about to be overwritten in part."""
-        for suffix in RECORD_SUFFIXES:
-            with suppress(CheckpointError):
-                if StepRecord.read(self.path.with_suffix(suffix)).version == version:
-                    continue
-            self.path.with_suffix(suffix).unlink(missing_ok=True)
+        self.path.with_suffix(RECORD_SUFFIXES[(version + 1) % 2]).unlink(missing_ok=True)
 
-    def discard(self) -> None:
-        """Remove it all."""
-        remove_records(self.path)
-        for path in self.run.files:
-            path.unlink(missing_ok=True)
+    @contextmanager
+    def opened(self) -> Iterator[NvmeTier]:
+        """Lend the swap files, which stay where they are."""
+        run = self.run
+        tier = NvmeTier(
+            [path.parent for path in run.files], nbytes=run.nbytes, rank=run.rank, queue=[Queue() for _ in run.files],
+            weights=run.weights, checksum="sampled" if run.sampled else True, found=run.files,
+        )  # fmt: skip
+        try:
+            yield tier
+        finally:
+            tier.close()
 
     @property
     def nbytes(self) -> int:
@@ -451,8 +447,9 @@ def killed_runs(folder: Path, *, path: str | None = None, rank: int | None = Non
 
 def _check(record: StepRecord, run: RunFile, at: Path) -> None:
     """CheckpointError where a record is not of the run that it lies beside."""
-    if (record.run, record.rank) != (run.run, run.rank):
-        raise CheckpointError(at, "it is a record of another run, or of another rank", _ADVICE)
+    own = at.suffix == RECORD_SUFFIXES[record.version % 2]
+    if not own or (record.run, record.rank) != (run.run, run.rank):
+        raise CheckpointError(at, "it is a record of another run, of another rank, or of another place", _ADVICE)
     if len(record.places) != len(run.partitions):
         raise CheckpointError(at, f"it names {len(record.places)} values of {len(run.partitions)}", _ADVICE)
     for (slot, prefix, _), each in zip(record.places, run.partitions, strict=True):
@@ -476,12 +473,8 @@ class SwapSource:
             for each, (slot, prefix, _) in zip(run.partitions, record.places, strict=True)
         }
         for each, (slot, prefix, crcs) in zip(run.partitions, record.places, strict=True):
-            given = iter(crcs)
             try:
-                for extent, _ in each.moved(slot, prefix):
-                    tier.expect(extent, given)
-                if next(given, None) is not None:
-                    raise ValueError(f"{each.key} has more checksums than pieces")
+                tier.expect([extent for extent, _ in each.moved(slot, prefix)], crcs)
             except ValueError as error:
                 raise CheckpointError(tier.path, f"its record is none of these partitions: {error}", _ADVICE) from error
 
@@ -572,15 +565,8 @@ def _write_rank(killed: KilledRun, record: StepRecord, folder: Path, identity: s
         (name, dtype_name(each.dtype), each) for name, each in record.buffers().items() if name in told
     )  # fmt: skip
     capture = Capture(run.rank, run.pieces, buffers, record.rng, record.singles)
-    with Queue() as queue:
-        tier = NvmeTier(
-            [path.parent for path in run.files], nbytes=run.nbytes, rank=run.rank, queue=[Queue() for _ in run.files],
-            weights=run.weights, checksum="sampled" if run.sampled else True, found=run.files,
-        )  # fmt: skip
-        try:
-            return write(capture, SwapSource(run, record, tier), folder, identity, queue)
-        finally:
-            tier.close()
+    with Queue() as queue, killed.opened() as tier:
+        return write(capture, SwapSource(run, record, tier), folder, identity, queue)
 
 
 def _no_read(key: Key, begin: int, room: Tensor) -> Transfer:

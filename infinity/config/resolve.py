@@ -302,6 +302,11 @@ class ResolvedConfig(Mapping[str, Any]):
         return path
 
     @property
+    def calls_a_step(self) -> int:
+        """Calls of the engine's `step()` that make an optimizer step."""
+        return self.accumulation if self.sections.managed_gradient_accumulation else 1
+
+    @property
     def checkpoint_tier(self) -> str:
         """Tier of the inputs of recomputed blocks between forward and backward."""
         section = self.sections.activation_checkpointing

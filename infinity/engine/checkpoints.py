@@ -58,7 +58,7 @@ from infinity.checkpoint.format import (
     latest_tag,
     read_manifest,
 )
-from infinity.checkpoint.model_folder import describe_model
+from infinity.checkpoint.model_folder import saved_module
 from infinity.checkpoint.pieces import (
     buffers_of,
     checkpoint_buffers,
@@ -147,15 +147,10 @@ class SaveContents:
         """Look at everything that a checkpoint keeps, and copy none of it. Raise what cannot be saved."""
         groups, module = runtime.groups, runtime.module
         rank = groups.ranks.rank
-        kind = type(module)
         manifest = {
             "tensors": tensors_of(runtime.plan, module, frozen=request.frozen),
             "tied": tied_names(module),
-            # For readers that have none of the model's code.
-            "module": {
-                "class": f"{kind.__module__}.{kind.__qualname__}",
-                "export": describe_model(module, runtime.whole_shapes).to_json(),
-            },
+            "module": saved_module(module, runtime.whole_shapes),
             "engine": run.to_json(path=request.directory),
         }  # fmt: skip
         # Called on every rank: it may be a collective of the program's.
@@ -481,7 +476,7 @@ class Load:
         self.to.restore(
             found.state, found.singles, found.match.source,
             optimizer=self.options.optimizer and found.has_states, scheduler=self.options.scheduler,
-            accumulation=config.accumulation if config.sections.managed_gradient_accumulation else 1, path=found.folder,
+            accumulation=config.calls_a_step, path=found.folder,
         )  # fmt: skip
         if rank < len(found.rng):
             restore_random(found.rng[rank], self.runtime.device)

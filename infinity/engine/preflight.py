@@ -99,9 +99,8 @@ def preflight(
         found = on_shapes(config, model, *call, device, recomputed=checkpointed, blocks=blocks, training=True)
         return found if found is None or place is None else in_stages(found, place)
 
-    inputs, plan = _with_activations(asked, measured, config, model, draw)
-    if adopted is not None:
-        plan = adopted.plan_again(inputs)
+    plan_of = PlanInputs.plan if adopted is None else adopted.plan_again
+    inputs, plan = _with_activations(asked, plan_of, measured, config, model, draw)
     refuse(inputs, plan, rank=ranks.rank)
     _refuse_without_values(model)
     _checkpoint_room(inputs, model, plan, rank=ranks.rank)
@@ -109,22 +108,23 @@ def preflight(
 
 
 def _with_activations(
-    asked: Callable[..., PlanInputs], measured: Callable[[Call | None], Activations | None], config: ResolvedConfig,
-    model: nn.Module, draw: Callable[[], Call] | None,
+    asked: Callable[..., PlanInputs], plan_of: Callable[[PlanInputs], Plan],
+    measured: Callable[[Call | None], Activations | None], config: ResolvedConfig, model: nn.Module,
+    draw: Callable[[], Call] | None,
 ) -> tuple[PlanInputs, Plan]:  # fmt: skip
     """A plan beside which a micro-batch's activations fit, as far as anything shows one."""
     tokens = stated_batch(config, model) if config.sections.memory.activations.max_bytes is None else None
     inputs = asked(measured(None if tokens is None else ((), tokens)))
     if inputs.reserve.activations:
-        return inputs, inputs.plan()
+        return inputs, plan_of(inputs)
     # Bounds that may be lowered leave room for activations; if not even that fits, nothing is left for them.
     roomy = asked(unknown_nbytes=(inputs.free.device or 0) // _LEFT_TO_ACTIVATIONS)
-    plan = roomy.plan()
+    plan = plan_of(roomy)
     if roomy.fits(plan):
         return inputs, plan
     if (found := measured(draw() if draw is not None else None)) is not None:
         inputs = asked(found)
-    return inputs, inputs.plan()
+    return inputs, plan_of(inputs)
 
 
 def stages_asked(model: nn.Module) -> int | None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.format import complete
-from infinity.checkpoint.model_folder import describe_model
+from infinity.checkpoint.model_folder import saved_module
 from infinity.checkpoint.pieces import checkpoint_buffers, plan_in_short, shares, tensors_of, tied_names
 from infinity.checkpoint.records import (
     KilledRun,
@@ -108,10 +108,10 @@ def find_run(config: ResolvedConfig, groups: ProcessGroups) -> Adopted | None:
     """Return what this rank goes on from; None where no run of this `checkpoint.path` was killed, or none that had made
     a step. Collective. CheckpointError where what is left cannot be gone on from, on every rank alike.
     """
-    section, folders = config.sections.checkpoint, config.nvme_path
-    if section.every_step == "off" or folders is None:
+    folders = config.nvme_path
+    if config.sections.checkpoint.every_step == "off" or folders is None:
         return None
-    path, rank = str(Path(str(section.path)).absolute()), groups.ranks.rank
+    path, rank = _known_by(config), groups.ranks.rank
     mine: dict[str, KilledRun] = {}
 
     def job() -> list[_Row]:
@@ -129,6 +129,11 @@ def find_run(config: ResolvedConfig, groups: ProcessGroups) -> Adopted | None:
     killed = mine[run]
     killed.only(version)
     return Adopted(killed, killed.records[version])
+
+
+def _known_by(config: ResolvedConfig) -> str:
+    """Return what a run is known by when it starts again."""
+    return str(Path(str(config.sections.checkpoint.path)).absolute())
 
 
 def _choose(rows: Sequence[Sequence[_Row]], world: int, path: str, folder: Path) -> tuple[str, int] | None:
@@ -166,9 +171,8 @@ class StepRecords:
         self._runtime = runtime
         self._made = made
         self.adopted = adopted
-        section = runtime.config.sections.checkpoint
-        self._flushes = section.every_step == "power"
-        self._path = str(Path(str(section.path)).absolute())
+        self._flushes = runtime.config.sections.checkpoint.every_step == "power"
+        self._path = _known_by(runtime.config)
         drawn = run_on_all_ranks(runtime.groups, "id of the run", partial(secrets.token_hex, 6), path=self._path)
         self._id = drawn[0] if adopted is None else adopted.killed.run.run
         self._version = 0 if adopted is None else adopted.record.version
@@ -252,18 +256,13 @@ class StepRecords:
     def _run_file(self) -> RunFile:
         runtime, groups = self._runtime, self._runtime.groups
         module, plan, tier = runtime.module, runtime.plan, runtime.store.swap_files
-        kind = type(module)
         return RunFile(
             self._id, self._path, groups.ranks.rank, tuple(path.absolute() for path in tier.nbytes_by_path),
             tier.weights, tier.nbytes, runtime.config.sections.aio.checksum == "sampled", plan_in_short(plan),
             self._made,
             tuple(SavedPartition.of(each.spec) for each in runtime.store.saved),
             tuple(shares(plan, groups.data.index, groups.tensor.index)), tensors_of(plan, module),
-            tied_names(module),
-            {
-                "class": f"{kind.__module__}.{kind.__qualname__}",
-                "export": describe_model(module, runtime.whole_shapes).to_json(),
-            },
+            tied_names(module), saved_module(module, runtime.whole_shapes),
         )  # fmt: skip
 
     # Going on.
@@ -289,10 +288,9 @@ class StepRecords:
         with torch.no_grad():
             for name, each in own.items():
                 each.copy_(buffers[name])
-        managed = runtime.config.sections.managed_gradient_accumulation
         run.restore(
             record.engine, [record.singles], {name: name for name in runtime.step.steps}, optimizer=True,
-            scheduler=True, accumulation=runtime.config.accumulation if managed else 1, path=path,
+            scheduler=True, accumulation=runtime.config.calls_a_step, path=path,
         )  # fmt: skip
         restore_random(record.rng, runtime.device)
         self._latest, self._taken = record, True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +32,8 @@ from infinity.memory.tiers.base import MemoryBackend, TierBackend
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory
-from infinity.plan.plan import COPY_NBYTES, Pools
-from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Tier
+from infinity.plan.plan import Pools
+from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Tier, moved_at_once
 
 # In a recording: what lies in the arenas, by arena.
 POOLS = "pools"
@@ -336,7 +336,7 @@ class Residency:
         """
         backend, buffer, found = self.backends[Tier.NVME], partition.buffer, list[Transfer]()
         assert buffer is not None
-        for extent, begin in copy_pieces(partition, partition.slot):
+        for extent, begin in _moves(partition, partition.slot, partition.prefix_nbytes):
             piece = buffer[begin : begin + extent.nbytes]
             if buffer.is_cpu:
                 found.append(backend.write(extent, piece))
@@ -350,7 +350,8 @@ class Residency:
         """Read a value in memory from one of its extents into its buffer, under the caller's write lease."""
         backend, buffer = self.backends[Tier.NVME], partition.buffer
         assert buffer is not None
-        pieces = [(extent, buffer[begin : begin + extent.nbytes]) for extent, begin in copy_pieces(partition, slot)]
+        moves = _moves(partition, slot, partition.spec.nbytes)
+        pieces = [(extent, buffer[begin : begin + extent.nbytes]) for extent, begin in moves]
         moved = [backend.read(extent, piece) for extent, piece in pieces if buffer.is_cpu]
         for transfer in moved:
             transfer.wait()
@@ -363,7 +364,7 @@ class Residency:
         """Return the checksums of what its extent holds, piece by piece."""
         nvme = self.nvme
         return [
-            crc for extent in _written(partition, partition.slot, partition.prefix_nbytes)
+            crc for extent, _ in _moves(partition, partition.slot, partition.prefix_nbytes)
             for crc in nvme.checksums(extent)
         ]  # fmt: skip
 
@@ -371,11 +372,7 @@ class Residency:
         """Note what another process has written to one of its extents: as `checksums` returned it there. ValueError
         where these are not as many.
         """
-        given, nvme = iter(checksums), self.nvme
-        for extent in _written(partition, slot, prefix_nbytes):
-            nvme.expect(extent, given)
-        if next(given, None) is not None:
-            raise ValueError(f"{partition.key} has more checksums than pieces")
+        self.nvme.expect([extent for extent, _ in _moves(partition, slot, prefix_nbytes)], checksums)
 
     def settle(self, partition: Partition) -> None:
         """Wait for a transfer in flight, without the lock; raise its error, after which the buffer is returned."""
@@ -497,23 +494,12 @@ class Residency:
             self.buffers.give(partition, buffer)
 
 
-def _written(partition: Partition, slot: int, prefix_nbytes: int) -> list[PartitionExtent]:
-    """What is moved at once to and from one of its extents."""
-    spec = partition.spec
-    if spec.copied:
-        return [extent for extent, _ in copy_pieces(partition, slot)]
-    extent = spec.spare if slot else spec.extent
-    return [PartitionExtent(extent.offset, prefix_nbytes, spec.key)] if extent is not None and prefix_nbytes else []
-
-
-def copy_pieces(partition: Partition, slot: int) -> Iterator[tuple[PartitionExtent, int]]:
-    """The parts in which a value in memory is written to an extent and read again, each with its first byte."""
+def _moves(partition: Partition, slot: int, prefix_nbytes: int) -> list[tuple[PartitionExtent, int]]:
+    """See `moved_at_once`: to or from one of a partition's extents."""
     spec = partition.spec
     extent = spec.spare if slot else spec.extent
-    assert extent is not None
-    for begin in range(0, spec.nbytes, COPY_NBYTES):
-        nbytes = min(COPY_NBYTES, spec.nbytes - begin)
-        yield PartitionExtent(extent.offset + begin, nbytes, partition.key), begin
+    moves = moved_at_once(extent, spec.nbytes, prefix_nbytes, copied=spec.copied)
+    return [(PartitionExtent(each.offset, each.nbytes, spec.key), begin) for each, begin in moves]
 
 
 def _moved(

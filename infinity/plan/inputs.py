@@ -18,10 +18,12 @@ activations. A plan that left them out would be killed in the first backward.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from infinity.base.sizes import format_bytes
@@ -295,10 +297,7 @@ class PlanInputs:
         `self.part_of` makes of them for any place on the pipeline axis, if at hand. make: `make_plan`, or what
         remembers its answers.
         """
-        spec, part = units or self.units, None
-        if self.cut is not None:
-            part = self.part_of(spec) if split is None else PipelinePart(split, self.index)
-            spec = part_of(spec, part)
+        spec, part = self._own_part(units or self.units, split)
 
         @lru_cache(maxsize=1)
         def plan_of(request: PlanRequest) -> Plan:
@@ -359,10 +358,7 @@ class PlanInputs:
         changed = {name: before[name] for name in _FITTED if before.get(name, now[name]) != now[name]}
         for name, value in changed.items():
             changed[name] = _fitted_value(name, value)
-        spec, part = self.units, None
-        if self.cut is not None:
-            part = self.part_of(spec)
-            spec = part_of(spec, part)
+        spec, part = self._own_part(self.units)
         capacity = None if limits is None else Capacity(**{
             name: limit for name, limit in limits.items()
             if name in Capacity.__dataclass_fields__ and isinstance(limit, int)
@@ -382,6 +378,15 @@ class PlanInputs:
             micro_batches=self.config.accumulation,
         )  # fmt: skip
         return PipelinePart(split, self.index)
+
+    def _own_part(
+        self, units: ModelSpec, split: SplitPlan | None = None
+    ) -> tuple[ModelSpec, PipelinePart | None]:
+        """The units of this rank's plan, and what place on the pipeline axis they are of."""
+        if self.cut is None:
+            return units, None
+        part = self.part_of(units) if split is None else PipelinePart(split, self.index)
+        return part_of(units, part), part
 
     @property
     def request(self) -> PlanRequest:
@@ -447,11 +452,8 @@ _FITTED = (
 
 def _plain(request: PlanRequest) -> dict[str, Any]:
     """A request as JSON."""
-    return {
-        name: value if value is None or isinstance(value, bool | int | float | str)
-        else [kind.value for kind in value] if isinstance(value, tuple) else value.value
-        for name in PlanRequest.__dataclass_fields__ for value in [getattr(request, name)]
-    }  # fmt: skip
+    found: dict[str, Any] = json.loads(json.dumps(asdict(request), default=attrgetter("value")))
+    return found
 
 
 def _fitted_value(name: str, value: Any) -> Any:

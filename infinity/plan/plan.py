@@ -59,6 +59,7 @@ from infinity.plan.spec import ModelSpec
 from infinity.plan.stages import PipelinePart, step_uses
 from infinity.plan.types import (
     CACHE_LINE,
+    COPY_NBYTES,
     DTYPE_NBYTES,
     EXTENT_ALIGNMENT,
     Key,
@@ -122,8 +123,6 @@ def make_policy(
 SPLIT_NUMEL_MIN = 1 << 16
 # Where a share is divided off, it is exact to one in so many.
 SHARES_MIN = 256
-# What lies in memory is copied to NVMe in pieces of so many bytes.
-COPY_NBYTES = 8 << 20
 # So many sub-groups are as good as more: a plan's own size, and the time that it takes, stay bounded.
 SUB_GROUPS_MAX = 4096
 

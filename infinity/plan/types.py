@@ -164,6 +164,22 @@ class PartitionSpec:
         return self.home if self.home.on_drive else Tier.NVME if self.extent is not None else None
 
 
+# What lies in memory is copied to NVMe in pieces of so many bytes.
+COPY_NBYTES = 8 << 20
+
+
+def moved_at_once(
+    extent: Extent | None, nbytes: int, prefix_nbytes: int, *, copied: bool
+) -> list[tuple[Extent, int]]:
+    """What of a partition is written to one of its extents at once, and so has a checksum, each with its first byte of
+    the value: the bytes before the zero tail, or pieces of a copy of what lies in memory.
+    """
+    if extent is None:
+        return []
+    end, step = (nbytes, COPY_NBYTES) if copied else (prefix_nbytes, max(prefix_nbytes, 1))
+    return [(Extent(extent.offset + begin, min(step, end - begin)), begin) for begin in range(0, end, step)]
+
+
 def aligned_nbytes(sections: tuple[ArraySection, ...], home: Tier) -> int:
     """Bytes of sections that lie one behind the other, padded as their home wants it."""
     end = sections[-1].offset + sections[-1].nbytes if sections else 0

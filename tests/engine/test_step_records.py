@@ -105,7 +105,7 @@ def in_ranks(rank: int, world: int, folder: str) -> tuple[str, int, str]:
         if rank == 0:
             shutil.copytree(at / "nvme", at / "left")
             # Of rank 1, what was there one step before.
-            (newest,) = (each for each in killed_runs_in(at / "left") if each.run.rank == 1)
+            (newest,) = (each for each in killed_runs(at / "left") if each.run.rank == 1)
             latest = max(newest.records)
             newest.path.with_suffix(tier.RECORD_SUFFIXES[latest % 2]).unlink()
         torch.distributed.barrier()
@@ -117,10 +117,6 @@ def in_ranks(rank: int, world: int, folder: str) -> tuple[str, int, str]:
         trained(engine, STEPS, rank)
         found = digest(engine)
     return expected, went_on, found
-
-
-def killed_runs_in(folder: Path) -> list[Any]:
-    return killed_runs(folder)
 
 
 def test_ranks_go_on_from_the_latest_step_that_all_have(rank_pools: Any, tmp_path: Path) -> None:
@@ -164,14 +160,9 @@ def test_the_newer_of_checkpoint_and_swap_files_is_gone_on_from(left: Path) -> N
         assert path == str(left / "checkpoints" / "global_step5") and digest(engine) == expected
         # From here on a kill finds the values of the checkpoint, not those before.
         engine.synchronize()
-        (run,) = killed_runs_of(left / "again", engine)
+        with mock.patch("infinity.checkpoint.records.wait_for_end"):
+            (run,) = killed_runs(left / "again")
         assert run.records[max(run.records)].step == 5
-
-
-def killed_runs_of(folder: Path, engine: Engine) -> list[Any]:
-    """As `killed_runs`, of an engine that lives."""
-    with mock.patch("infinity.checkpoint.records.wait_for_end"):
-        return killed_runs(folder)
 
 
 def test_a_change_between_steps_is_there_when_the_step_behind_it_was_killed(tmp_path: Path) -> None:

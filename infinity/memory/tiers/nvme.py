@@ -262,14 +262,15 @@ class NvmeTier(TierBackend):
             found.append(written)
         return found
 
-    def expect(self, extent: Extent, checksums: Iterator[int]) -> None:
-        """Note what another process has written to an extent: the next of the checksums, as `checksums` returned them
-        there. ValueError where there are too few.
+    def expect(self, extents: Sequence[Extent], checksums: Sequence[int]) -> None:
+        """Note what another process has written to extents: as `checksums` returned it there, of one after the other.
+        ValueError where these are not as many.
         """
         assert self._written is not None
-        for piece in self._stripes.pieces(extent):
-            if (checksum := next(checksums, None)) is None:
-                raise ValueError(f"there is no checksum of byte {extent.offset} of the swap file")
+        pieces = [piece for extent in extents for piece in self._stripes.pieces(extent)]
+        if len(pieces) != len(checksums):
+            raise ValueError(f"{len(pieces)} pieces of the swap file have {len(checksums)} checksums")
+        for piece, checksum in zip(pieces, checksums, strict=True):
             self._written[piece.drive, piece.offset] = piece.nbytes, checksum
 
     def sync(self) -> None:
@@ -332,7 +333,6 @@ class NvmeTier(TierBackend):
         return drive.queue.read(
             drive.file, piece.offset, part, priority=priority, expected=expected, sampled=self._sampled
         )
-
 
     def _known(self, key: tuple[int, int]) -> tuple[int, int | None]:
         """Return how many bytes were written to a place of a drive, and their checksum, None while that is unknown."""
