@@ -80,14 +80,10 @@ def build_runtime(
     store = open_store(config, plan, rank=ranks.rank, device=device, ledger=ledger, left=left)
     undo.callback(store.close)
     units = make_units(model, plan, store=store, device=device, group=groups.data, ledger=ledger)
-    materializer = Materializer(
+    Materializer(
         units, plan=plan, store=store, groups=groups, init=init, every=taken_in_order(model, inputs.units),
         moments_start=optimizer.rule.start,
-    )
-    if left is None:
-        materializer.run()
-    else:
-        materializer.take_over(left.places)
+    ).run(left)
     if init is not None:
         init.close()
     step = make_step(config, plan, store, device, groups, optimizer)

@@ -29,7 +29,7 @@ from infinity.engine.model_init import ConfigSource, all_ranks_read, groups_of
 from infinity.engine.optimizer import TieredOptimizer
 from infinity.engine.preflight import preflight, remarks, stages_asked
 from infinity.engine.runtime import Runtime
-from infinity.engine.step_records import StepRecords, find_run
+from infinity.engine.step_records import find_run, records_of
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
 from infinity.memory.ledger import Ledger
@@ -89,28 +89,23 @@ def initialize(
         if init is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
+        chosen = trained.optimizer
         loader = _loader(resolved, training_data, collate_fn, groups, device)
         draw = None if loader is None else loader.example
-        adopted = find_run(resolved, groups) if trained.optimizer.trains else None
-        plan, inputs = preflight(
-            resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, draw, adopted
-        )
+        adopted = find_run(resolved, groups) if chosen.trains else None
+        plan, inputs = preflight(resolved, model, trained.group_of(), device, groups, chosen.spec, draw, adopted)
         agree_on_plan(plan, groups.stage, groups.world)
-        wish = resolved.sections.kernels.liger
-        applied = apply_liger(wish, model, device.torch, plan.layouts, tensor=resolved.tensor)
-        left = None if adopted is None else adopted.left
+        liger = apply_liger(resolved.sections.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(inputs.limits, inputs.reserve.taken_nbytes, inputs.reserve.peak_nbytes(plan))
-        runtime = build_runtime(inputs, model, plan, groups, device, trained.optimizer, ledger, undo, left)
-        stepped = optimizer_of(runtime, trained.groups, trained.optimizer, optimizer)
+        left = None if adopted is None else adopted.left
+        runtime = build_runtime(inputs, model, plan, groups, device, chosen, ledger, undo, left)
+        stepped = optimizer_of(runtime, trained.groups, chosen, optimizer)
         scheduler = scheduler_of(resolved, lr_scheduler, stepped)
-        records = StepRecords(runtime, inputs.made(plan), adopted) if plan.request.recorded else None
-        engine = Engine(runtime, stepped, scheduler, loader, records)
+        engine = Engine(runtime, stepped, scheduler, loader, records_of(runtime, inputs, adopted))
         runtime.access.own_parameters(model)
         undo.pop_all()
-    for line in [*remarks(inputs, model, plan, device), *applied, _headline(resolved, plan, trained)]:
+    for line in [*remarks(inputs, model, plan, device), *liger, _headline(resolved, plan, trained)]:
         logger.info(line)
-    if adopted is not None:
-        logger.info("%s: call engine.resume()", adopted.in_words())
     return engine, stepped, loader, scheduler
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 from torch import nn
 
@@ -57,10 +57,7 @@ def preflight(
     """
     ranks = groups.ranks
     check_drives(config)
-    free = _free(config, model, device, ranks.local_size)
-    if adopted is not None:
-        free = replace(free, nvme=(free.nvme or 0) + adopted.killed.nbytes)
-    free = _agreed(free, groups.world)
+    free = _agreed(_free(config, model, device, ranks.local_size, adopted), groups.world)
     taken = max(baseline_nbytes(model) - deferred_nbytes(model), 0)
     whole = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
     parallel = config.sections.parallel
@@ -99,8 +96,7 @@ def preflight(
         found = on_shapes(config, model, *call, device, recomputed=checkpointed, blocks=blocks, training=True)
         return found if found is None or place is None else in_stages(found, place)
 
-    plan_of = PlanInputs.plan if adopted is None else adopted.plan_again
-    inputs, plan = _with_activations(asked, plan_of, measured, config, model, draw)
+    inputs, plan = _with_activations(asked, measured, config, model, draw, adopted)
     refuse(inputs, plan, rank=ranks.rank)
     _refuse_without_values(model)
     _checkpoint_room(inputs, model, plan, rank=ranks.rank)
@@ -108,11 +104,11 @@ def preflight(
 
 
 def _with_activations(
-    asked: Callable[..., PlanInputs], plan_of: Callable[[PlanInputs], Plan],
-    measured: Callable[[Call | None], Activations | None], config: ResolvedConfig, model: nn.Module,
-    draw: Callable[[], Call] | None,
+    asked: Callable[..., PlanInputs], measured: Callable[[Call | None], Activations | None], config: ResolvedConfig,
+    model: nn.Module, draw: Callable[[], Call] | None, adopted: Adopted | None,
 ) -> tuple[PlanInputs, Plan]:  # fmt: skip
     """A plan beside which a micro-batch's activations fit, as far as anything shows one."""
+    plan_of = PlanInputs.plan if adopted is None else adopted.plan_again
     tokens = stated_batch(config, model) if config.sections.memory.activations.max_bytes is None else None
     inputs = asked(measured(None if tokens is None else ((), tokens)))
     if inputs.reserve.activations:
@@ -209,8 +205,12 @@ def _checkpoint_room(inputs: PlanInputs, model: nn.Module, plan: Plan, *, rank: 
     return [line]
 
 
-def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: int) -> Capacity:
-    """What is free for this rank. The model's own memory counts: it is given back while partitions are made."""
+def _free(
+    config: ResolvedConfig, model: nn.Module, device: Device, local_size: int, adopted: Adopted | None
+) -> Capacity:
+    """What is free for this rank. The model's own memory counts: it is given back while partitions are made. So do the
+    swap files that were adopted.
+    """
     held = {"cpu": 0, device.torch.type: 0}
     storages = [param.untyped_storage() for param in model.parameters() if _has_memory(param)]
     for storage in {storage.data_ptr(): storage for storage in storages}.values():
@@ -222,6 +222,8 @@ def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: 
         drives = free_nvme_nbytes(config.nvme_path, config.sections.aio.drive_weights)
     elif config.checkpoint_nvme_path is not None:
         drives = free_nvme_nbytes(config.checkpoint_nvme_path)
+    if drives is not None and adopted is not None:
+        drives += local_size * adopted.killed.nbytes
     return free_for_rank(
         ranks=local_size, device_free_nbytes=None if free is None else free + held[device.torch.type],
         own_nbytes=held["cpu"], nvme_free_nbytes=drives,

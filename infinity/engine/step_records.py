@@ -128,7 +128,9 @@ def find_run(config: ResolvedConfig, groups: ProcessGroups) -> Adopted | None:
     run, version = chosen
     killed = mine[run]
     killed.only(version)
-    return Adopted(killed, killed.records[version])
+    adopted = Adopted(killed, killed.records[version])
+    logger.info("%s: call engine.resume()", adopted.in_words())
+    return adopted
 
 
 def _known_by(config: ResolvedConfig) -> str:
@@ -316,3 +318,8 @@ class StepRecords:
         """Remove what is left beside files that have gone, once nothing is written any more."""
         if self._over is not None:
             remove_records(self._over)
+
+
+def records_of(runtime: Runtime, inputs: PlanInputs, adopted: Adopted | None) -> StepRecords | None:
+    """Return what records the steps of a run; None where its plan has no room for records. Collective."""
+    return StepRecords(runtime, inputs.made(runtime.plan), adopted) if runtime.plan.request.recorded else None

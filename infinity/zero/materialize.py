@@ -27,7 +27,7 @@ from infinity.log import PhaseProgress
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES, Partition
 from infinity.memory.shard_copy import gather_shard, read_shard, store_masters
-from infinity.memory.store import Place, TieredStore
+from infinity.memory.store import Left, Place, TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import trim
 from infinity.plan.filling import FILL_NUMEL
@@ -82,8 +82,11 @@ class Materializer:
         own = sum(unit.layout.nbytes // unit.placed.parts for unit in self._units)
         self._progress = PhaseProgress("taking the model in", own)
 
-    def run(self) -> None:
-        """Give every partition its value."""
+    def run(self, left: Left | None = None) -> None:
+        """Give every partition its value: the model's, or what was left of it."""
+        if left is not None:
+            self._take_over(left.places)
+            return
         self._find_alike()
         for unit in self._units:
             if not unit.layout.trainable:
@@ -103,7 +106,7 @@ class Materializer:
         self._agree_up_to(len(self._every))
         self._store.settle()
 
-    def take_over(self, places: Sequence[Place]) -> None:
+    def _take_over(self, places: Sequence[Place]) -> None:
         """Give every partition the value that a record names (see `TieredStore.restore`), and none of the model's."""
         self._store.restore(places)
         self._alike = {id(param) for param, _, _ in self._every}
