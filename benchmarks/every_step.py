@@ -52,8 +52,9 @@ def child(mode: str, folder: str, width: int, layers: int, steps: int) -> None:
     began = time.perf_counter()
     engine = infinity.initialize(model=model, config=config)[0]
     made = time.perf_counter()
-    engine.resume()
+    went_on = engine.resume()[0] is not None
     resumed = time.perf_counter()
+    assert went_on == (not steps), "a start without steps goes on, and the others begin"
     ids = torch.randint(8000, (1, 256))
     seconds = []
     for _ in range(steps):
@@ -109,13 +110,13 @@ def main() -> None:
     ratios = {
         mode: median(one / other for one, other in zip(found[mode], found["off"], strict=True)) for mode in MODES[1:]
     }
-    table = Table(*(f"{mode}:.2f" for mode in MODES), "process/off:.3f", "power/off:.3f", "resume:.2f")
+    table = Table(*(f"{mode}:.2f" for mode in MODES), "process/off:.3f", "power/off:.3f", "resume:.4f")
     table.row(f"{numel / 1e6:.0f} M", *times.values(), *ratios.values(), median(begun["resume"]))
     if given.json is not None:
         rows = [
             {"what": f"{mode} / off", "figures": [round(ratio, 3)], "limit": f"<= {limit}"}
             for (mode, ratio), limit in zip(ratios.items(), (1.02, 1.03), strict=True)
-        ] + [{"what": f"{name}, s", "figures": [round(median(each), 2)]} for name, each in begun.items()]
+        ] + [{"what": f"{name}, s", "figures": [round(median(each), 4)]} for name, each in begun.items()]
         given.json.write_text(
             json.dumps({
                 "topic": "A record behind each step",

@@ -35,7 +35,7 @@ CHAPTERS = {
         "resident", "memory_cases", "memory_phases", "activations", "activation_offload", "tiling", "long_context",
         "export",
     ),
-    "Checkpoints": ("checkpoint", "checkpoint_async"),
+    "Checkpoints": ("checkpoint", "checkpoint_async", "every_step"),
     "Everything else": ("traffic", "seeing", "zoo", "build"),
 }  # fmt: skip
 
