@@ -251,8 +251,8 @@ class Turns:
             wait(access, by, cause, key, *saver)
 
         @contextmanager
-        def reading(store: TieredStore, *keys: Key, by: Any = None) -> Iterator[list[Partition]]:
-            with read(store, *keys, by=by) as held:
+        def reading(store: TieredStore, *keys: Key, by: Any = None, wait: bool = True) -> Iterator[list[Partition]]:
+            with read(store, *keys, by=by, wait=wait) as held:
                 if by is None and len(keys) == 1 and keys[0].kind is Kind.PARAM:
                     self.mark(f"has {keys[0].index}")
                 yield held

@@ -120,16 +120,17 @@ class TieredStore:
     # Leases.
 
     @contextmanager
-    def read(self, *keys: Key, by: Reservation | None = None) -> Iterator[list[Partition]]:
+    def read(self, *keys: Key, by: Reservation | None = None, wait: bool = True) -> Iterator[list[Partition]]:
         """Lend partitions for reading, after waiting for their transfers and fetching what is not in memory.
 
         by: the reservation on whose behalf this is; other callers wait for reserved partitions.
+        wait: until other parties give up room in a pool; else TierMemoryError where there is none.
         """
         held: list[Partition] = []
         with self.access.claimed(keys, by):
             try:
                 with self._lock:
-                    for partition in self._acquire(keys, by):
+                    for partition in self._acquire(keys, by, wait=wait):
                         partition.begin_read()
                         held.append(partition)
                 yield [*held]
@@ -427,19 +428,20 @@ class TieredStore:
     # Making room. Called with the lock held; waiting gives it up.
 
     def _acquire(
-        self, keys: Sequence[Key], by: Reservation | None, fresh: bool = False, prefix_nbytes: int | None = None
-    ) -> list[Partition]:
+        self, keys: Sequence[Key], by: Reservation | None, fresh: bool = False, prefix_nbytes: int | None = None,
+        wait: bool = True,
+    ) -> list[Partition]:  # fmt: skip
         """Bring all partitions into memory, the largest first, so that the rest fits into what is left of the arena."""
         partitions = [self[key] for key in keys]
         by_size = sorted(partitions, key=lambda partition: -partition.spec.nbytes)
         try:
             for partition in by_size:
-                self._bring(partition, fresh, by, prefix_nbytes)
+                self._bring(partition, fresh, by, prefix_nbytes, wait)
         except TierMemoryError:
             # Earlier buffers may lie in the middle of the free space: start from an empty arena, once.
             self._clear(keys)
             for partition in by_size:
-                self._bring(partition, fresh, by, prefix_nbytes)
+                self._bring(partition, fresh, by, prefix_nbytes, wait)
         for partition in by_size:
             if partition.state is State.READING:
                 self._residency.settle(partition)
@@ -448,9 +450,11 @@ class TieredStore:
             self._eviction.use(partition)
         return partitions
 
-    def _bring(self, partition: Partition, fresh: bool, by: Reservation | None, prefix_nbytes: int | None) -> None:
-        """Make sure that a partition has its value, or a fetch under way, after waiting for transfers and other
-        parties' leases where its arena is full.
+    def _bring(
+        self, partition: Partition, fresh: bool, by: Reservation | None, prefix_nbytes: int | None, wait: bool
+    ) -> None:
+        """Make sure that a partition has its value, or a fetch under way, after waiting for transfers and, with `wait`,
+        for other parties' leases where its arena is full.
         """
         if fresh and partition.state is State.FAILED:
             # Nothing of what is lost is wanted.
@@ -459,7 +463,7 @@ class TieredStore:
         while buffer is None and partition.absent:
             arena = arena_name(partition.key)
             if not self._make_room(arena):
-                if self.access.others_are_stuck(by):
+                if not wait or self.access.others_are_stuck(by):
                     claimed = [other for other in self._eviction.inside(arena) if self.access.claims(other.key)]
                     raise self._buffers.no_room(partition, claimed)
                 self.access.wait_for_others(by, "room in a pool", partition.key)

@@ -30,6 +30,7 @@ from typing import Any
 
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import exchange
+from infinity.errors import TierMemoryError
 from infinity.memory.resizable_buffer import SparePages
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
@@ -98,7 +99,7 @@ class GatheredMemory:
         if not unit.placed.whole:
             self._make_room(unit)
         try:
-            unit.start_gather()
+            self._start_gather(unit)
         except BaseException:
             self._count_released(unit, retain=False)
             raise
@@ -112,6 +113,18 @@ class GatheredMemory:
         keys = [unit.key for unit in units]
         while not self._store.prefetch(*keys) and self._copying:
             self._copying.popleft().release_lease(wait=True)
+
+    def _start_gather(self, unit: Unit) -> None:
+        """A step in the background may take the room that `prefetch` has found, and wait for more itself: so nobody
+        waits for it with partitions that are still copied from. The oldest of these is returned first.
+        """
+        while self._copying:
+            try:
+                unit.start_gather(wait=False)
+                return
+            except TierMemoryError:
+                self._copying.popleft().release_lease(wait=True)
+        unit.start_gather()
 
     def follow_step(self) -> None:
         """The optimizer steps the partitions of units, in the plan's order, and may still be at it. Collective.
@@ -154,7 +167,7 @@ class GatheredMemory:
             if self._copying:
                 self.prefetch(unit)
             unit.outdate(hide=False)
-            unit.start_gather()
+            self._start_gather(unit)
             if latest is not None:
                 latest.finish_gather()
             latest = unit

@@ -140,13 +140,14 @@ class PartitionCopy:
         self._lease = ExitStack()
         self.leasing = False
 
-    def start(self, target: Tensor) -> Transfer:
-        """Lease the partition, waiting for it, and submit its copy into `target` [numel / parts].
+    def start(self, target: Tensor, *, wait: bool) -> Transfer:
+        """Lease the partition, waiting for it, and submit its copy into `target` [numel / parts]. wait: as in
+        `TieredStore.read`.
 
         Copies end in the order in which they begin, so the lease of one that still runs ends with this one's.
         """
         self.release_lease(wait=False)
-        (partition,) = self._lease.enter_context(self._store.read(self._key))
+        (partition,) = self._lease.enter_context(self._store.read(self._key, wait=wait))
         self.leasing = True
         self._transfer = self._device.copy(target, partition.view(Kind.PARAM))
         self.release_lease(wait=False)
@@ -332,8 +333,10 @@ class Unit:
         """Which of the unit's partitions is this rank's."""
         return self._group.index if self.placed.parts > 1 else 0
 
-    def start_gather(self) -> None:
-        """Submit the copy and the collective that fill the full buffer. Waits only for this rank's own partition."""
+    def start_gather(self, *, wait: bool = True) -> None:
+        """Submit the copy and the collective that fill the full buffer. Waits only for this rank's own partition; with
+        `wait` also for room for it, else TierMemoryError where there is none.
+        """
         if self.state is not GatherState.PARTITIONED:
             return
         self.buffer.take()
@@ -342,7 +345,7 @@ class Unit:
             if self.placed.aliased and self._store[self.key].absent:
                 # It was vacated.
                 self._store.adopt(self.key, self.local_partition.view(torch.uint8))
-            self._transfer = self._fill()
+            self._transfer = self._fill(wait)
         except BaseException:
             if self.placed.whole:
                 self.state = GatherState.PARTITIONED
@@ -536,10 +539,10 @@ class Unit:
             kept = partition.view(Kind.PARAM)[: self.local_partition.numel()]
             return torch.equal(kept.view(torch.uint8).to(self.full.device), self.local_partition.view(torch.uint8))
 
-    def _fill(self) -> Transfer:
+    def _fill(self, wait: bool) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""
         trace.begin_async("gathers", self.key, self.layout.nbytes)
-        copied = self._copy.await_step() if self.placed.aliased else self._copy.start(self.local_partition)
+        copied = self._copy.await_step() if self.placed.aliased else self._copy.start(self.local_partition, wait=wait)
         if self.placed.parts == 1 or not self.layout.numel:
             return copied
         with trace.span(trace.WAIT, "copy to the device", self.key):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from infinity.memory.store import TieredStore
 from tests import accelerator_memory, stream_books
 from tests.support.accelerator.process import AcceleratedProcess, require
 from tests.support.cells import kept
@@ -32,6 +34,16 @@ def test_a_pass_takes_little_longer_than_its_busiest_part(ranks: RankPool, homes
         assert books.early_waits == 0, "compute waits for the copy of its own unit, just before it"
         assert books.down_waits == 0, "compute waits for no gradients of the unit before"
         assert books.races == 0
+
+
+def _room_is_taken(rank: int, world: int) -> int:
+    with patch.object(TieredStore, "prefetch", lambda *keys, **by: True):
+        return stream_books.run(rank, world, "nvme", "nvme", 1).races
+
+
+def test_a_gather_whose_room_another_party_has_taken_returns_what_it_copies_from(ranks: RankPool) -> None:
+    """A step in the background may take the room between a prefetch that found it and the gather."""
+    assert not any(ranks.run(_room_is_taken))
 
 
 def test_the_next_forward_runs_beside_a_step_on_the_cpu(ranks: RankPool) -> None:

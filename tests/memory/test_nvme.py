@@ -24,7 +24,7 @@ from infinity.errors import CapacityError, TransferError
 from infinity.memory.drives import free_nvme_nbytes
 from infinity.memory.tiers import nvme
 from infinity.memory.tiers.base import QueueOptions
-from infinity.memory.tiers.nvme import NvmeTier, clean
+from infinity.memory.tiers.nvme import NvmeTier, SwapFile, clean
 from infinity.memory.tiers.pinned import page_aligned
 from infinity.ops.aio import Queue
 from infinity.plan.types import Extent
@@ -107,6 +107,19 @@ def test_a_file_of_a_killed_process_is_removed_at_the_next_start_and_a_living_on
         assert path.exists()
         with tier_in(tmp_path) as tier:
             assert swap_files(tmp_path) == [tier.path]
+
+
+def test_a_file_into_which_a_kernel_still_writes_is_removed_once_its_process_has_ended(tmp_path, monkeypatch):
+    """And who takes it over waits for that write."""
+    with owner_in(tmp_path) as (process, path):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with open(path, "rb") as ring, Queue("python", threads=1) as queue:
+        fcntl.flock(ring, fcntl.LOCK_EX)
+        monkeypatch.setattr(nvme, "_LOCK_SECONDS", 0.2)
+        with pytest.raises(TransferError, match="a process still has it"):
+            SwapFile.adopt(path, nbytes=1 << 16, queue=queue)
+        assert clean(tmp_path) == [path]
 
 
 def test_what_only_has_the_name_of_a_swap_file_is_neither_waited_for_nor_removed(tmp_path):

@@ -162,6 +162,18 @@ def test_room_that_the_other_party_holds_is_waited_for(bench):
     made.store.check()
 
 
+def test_who_can_give_up_room_itself_is_told_at_once_that_there_is_none(bench):
+    made = bench([param(0, 2), param(1, 2)], param_pages=2)
+    made.fill(B, 7)
+    made.spill(B)
+    step = Reservation()
+    with made.store.write(A, by=step), pytest.raises(TierMemoryError, match="no room"):  # noqa: SIM117
+        with made.store.read(B, wait=False):
+            pass
+    assert (made.content(B) == 7).all()
+    made.store.check()
+
+
 def test_parties_that_wait_for_each_other_end_with_an_error(bench):
     """The loop holds the room and waits for the step, the step waits for room: one of them is told, none hangs."""
     made = bench([param(0, 2), param(1, 2)], param_pages=2)

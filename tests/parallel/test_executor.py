@@ -130,7 +130,7 @@ class Sleeping:
 
 
 # Noise only adds time: the best of some tries counts.
-BLOCK_SECONDS, TRIES, POINTS = 0.02, 6, 0.03
+BLOCK_SECONDS, TRIES, POINTS = 0.02, 15, 0.03
 SLEPT = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
 
 # The planned bubble without and with the time of messages, and the one measured.

@@ -58,9 +58,9 @@ def gathers(engine: Engine) -> Counter[str]:
     counts: Counter[str] = Counter()
     for unit in engine.units:
 
-        def counted(unit: Unit = unit, start: Callable[[], None] = unit.start_gather) -> None:
+        def counted(unit: Unit = unit, start: Callable[..., None] = unit.start_gather, **how: bool) -> None:
             counts[unit.layout.name] += unit.state is GatherState.PARTITIONED
-            start()
+            start(**how)
 
         unit.start_gather = counted  # type: ignore[method-assign]
     return counts

@@ -1,10 +1,11 @@
 """The NVMe tier: one preallocated swap file a rank and drive, moved through asynchronous queues.
 
-A file's name is unique; its process holds a lock on it while it exists, and unlinks it on close. A file whose lock is
-free belongs to a process that was killed: the next start on the same directory removes it, unless there are records
-beside it (see [Note: records]): these make it the state of a run. Creation and removal happen under a lock on the
-directory, so that no other process takes a file for stale between its creation and its first lock. The lock lies on
-what does the I/O, so that it is free only once the last write of a process that was killed has ended.
+A file's name is unique; its process holds two locks on it while it exists, and unlinks it on close. One is free as
+soon as the process has ended, and its children have: the next start on the same directory removes such a file, unless
+there are records beside it (see [Note: records]), which make it the state of a run. The other lies on what does the
+I/O, so that it is free only once the last write of a process that was killed has ended: who takes the file over waits
+for it. Creation and removal happen under a lock on the directory, so that no other process takes a file for stale
+between its creation and its first lock.
 
 Several drives share the tier's bytes by their bandwidth (see `infinity.memory.tiers.striping`). Each drive has its own
 queue, so that a slow drive does not delay the others.
@@ -27,10 +28,11 @@ import contextlib
 import errno
 import fcntl
 import os
+import struct
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -75,6 +77,7 @@ class SwapFile:
         file = File.create(path, nbytes)
         try:
             _try_lock(_lock_of(file))
+            _try_life(file.descriptors.buffered, fcntl.F_WRLCK)
         except OSError:
             file.close()
             path.unlink()
@@ -93,6 +96,7 @@ class SwapFile:
                 reason=f"the file has {file.nbytes} bytes, and its record tells of {nbytes}",
             )  # fmt: skip
         _lock_within(_lock_of(file), path)
+        _try_life(file.descriptors.buffered, fcntl.F_WRLCK)
         drive = cls(path, file, queue)
         drive.keep()
         return drive
@@ -460,7 +464,8 @@ def remove_stale(directory: Path) -> list[Path]:
         with contextlib.suppress(OSError):
             descriptor, status = open_regular(path, os.O_NOFOLLOW)
             try:
-                if _try_lock(descriptor) and not any(path.with_suffix(each).exists() for each in RECORD_SUFFIXES):
+                ended = _try_life(descriptor, fcntl.F_RDLCK)
+                if ended and not any(path.with_suffix(each).exists() for each in RECORD_SUFFIXES):
                     nbytes = status.st_size
                     path.unlink()
                     path.with_suffix(RUN_SUFFIX).unlink(missing_ok=True)
@@ -515,9 +520,22 @@ def _lock_of(file: File) -> int:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Take the exclusive lock if it is free. False also on a file system without locks: no file is stale there."""
+    """Take the lock of the I/O if it is free. False also on a file system without locks."""
+    return _granted(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB))
+
+
+def _try_life(descriptor: int, kind: int) -> bool:
+    """Take the lock of the process, to write (its own) or to read (who asks whether it is free). False also on a file
+    system without locks: no file is stale there. It does not meet the other lock, and is not given up where the process
+    closes another descriptor of the file.
+    """
+    everything = struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+    return _granted(lambda: fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, everything))
+
+
+def _granted(ask: Callable[[], object]) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        ask()
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
             return False
