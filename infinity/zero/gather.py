@@ -37,6 +37,7 @@ from infinity.memory.tiers.device import Device
 from infinity.plan.plan import Plan
 from infinity.plan.pools import UnitMemory
 from infinity.plan.prefetch import FetchSchedule, Timing, UnitAccess
+from infinity.plan.types import Tier
 from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero.unit import GatherState, Unit
 
@@ -122,7 +123,9 @@ class GatheredMemory:
             try:
                 unit.start_gather(wait=False)
                 return
-            except TierMemoryError:
+            except TierMemoryError as error:
+                if error.tier != Tier.CPU.value:
+                    raise
                 self._copying.popleft().release_lease(wait=True)
         unit.start_gather()
 

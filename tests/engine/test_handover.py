@@ -231,8 +231,8 @@ def test_every_rank_has_the_weights(spooled: bool, tmp_path: Path, rank_pools: d
 def growth(rank: int, world: int, folder: str, home: str, spooled: bool) -> tuple[int, int]:
     """Bytes by which this process grows with a model that its engine has left, and those of the weights it holds."""
     torch.set_num_threads(1)
-    for dim in (64, 512):
-        # The first engine loads what a process loads once.
+    for dim in (64, 256, 512):
+        # The first engines load what a process loads once, some of it only for models of some size.
         before = own_nbytes()
         model = TinyLlama(dim=dim, layers=8, hidden=dim * 11 // 4)
         config = settings(folder, param=home, optimizer=home, dtype="bf16")

@@ -95,9 +95,9 @@ def gathers(rank: int, world: int) -> list[str]:
     began: Counter[int] = Counter()
     start = Unit.start_gather
 
-    def counted(unit: Unit) -> None:
+    def counted(unit: Unit, **how: bool) -> None:
         began[unit.layout.index] += unit.state is GatherState.PARTITIONED
-        start(unit)
+        start(unit, **how)
 
     wrong = []
     with pytest.MonkeyPatch.context() as patch:

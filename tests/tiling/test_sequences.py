@@ -227,10 +227,10 @@ def train(kind: str, folder: str, *, tile: bool, **options: Any) -> tuple[list[f
         unit = next(unit for unit in engine.units if {*heads} & {*unit.layout.modules})
         fill = unit._fill
 
-        def counted() -> Any:
+        def counted(wait: bool) -> Any:
             nonlocal gathers
             gathers += 1
-            return fill()
+            return fill(wait)
 
         unit._fill = counted  # type: ignore[method-assign]
         words = model.config.vocab_size
