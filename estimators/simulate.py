@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from estimators.resources import Flag, Job, Process, QueueKey, Resource, ResourceQueues, TimedArena
-from estimators.traffic import kept_nbytes, landings, nvme_specs, old_nbytes, states_that_move, uses
+from estimators.traffic import copied_specs, kept_nbytes, landings, nvme_specs, old_nbytes, states_that_move, uses
 from infinity.plan.activations import OffloadedCheckpoints
 from infinity.plan.layout import Slice, SubGroup, UnitLayout
 from infinity.plan.orders import ReadyQueue
 from infinity.plan.partitions import SOON_UNITS, STEP_READS, STEP_WINDOW, first_reads
 from infinity.plan.plan import Plan
 from infinity.plan.prefetch import FetchSchedule, UnitAccess
-from infinity.plan.types import DTYPE_NBYTES, ArraySection, Key, Kind, PartitionSpec, Tier
+from infinity.plan.types import DTYPE_NBYTES, ArraySection, Extent, Key, Kind, PartitionSpec, Tier
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
 _WARM_STEPS = 1
@@ -104,13 +104,19 @@ class _Arenas:
     """What of the optimizer states, the parameters and the gradients on NVMe is in memory."""
 
     def __init__(self, plan: Plan, resources: ResourceQueues) -> None:
-        self._plan = plan
+        self._plan, self._resources = plan, resources
         self._params, self._states = nvme_specs(plan, Kind.PARAM), states_that_move(plan)
         self._grads = nvme_specs(plan, Kind.GRAD)
         self._kept = plan.kept()
         self._grad_arena = TimedArena(resources, plan.pools.grad_nbytes)
         self._param_arena = TimedArena(resources, plan.pools.param_nbytes)
         self._state_arena = TimedArena(resources, plan.pools.states_nbytes - kept_nbytes(plan))
+        # What a record behind a step writes of the values in memory, and of those on the accelerator; and the bytes so
+        # far.
+        copied = copied_specs(plan)
+        self._copied_nbytes = sum(spec.nbytes for spec in copied)
+        self._down_nbytes = sum(spec.nbytes for spec in copied if plan.request.accelerator and spec.home.on_device)
+        self._recorded_nbytes = 0
 
     @property
     def read_nbytes(self) -> int:
@@ -120,7 +126,8 @@ class _Arenas:
     @property
     def written_nbytes(self) -> int:
         """Bytes written to NVMe so far."""
-        return sum(arena.written_nbytes for arena in (self._param_arena, self._state_arena, self._grad_arena))
+        arenas = self._param_arena, self._state_arena, self._grad_arena
+        return sum(arena.written_nbytes for arena in arenas) + self._recorded_nbytes
 
     def fetch_param(self, unit: int, *, wait: bool) -> Process:
         """Bring a unit's partition into memory, where its home is NVMe."""
@@ -163,6 +170,14 @@ class _Arenas:
         jobs = [self._state_arena.write(group.index)] if group.index in self._states else []
         ends = (piece.unit for piece in group.slices if self._plan.ends_partition(piece))
         return jobs + [self._param_arena.write(unit) for unit in ends if unit in self._params]
+
+    def record(self) -> Process:
+        """Copy the values in memory to the drive, behind a step (`checkpoint.every_step`)."""
+        if self._down_nbytes:
+            yield self._resources.submit(Resource.DOWN, self._down_nbytes)
+        if self._copied_nbytes:
+            self._recorded_nbytes += self._copied_nbytes
+            yield self._resources.submit(Resource.WRITE, self._copied_nbytes, Tier.NVME)
 
     def _fetch(self, group: SubGroup, *, wait: bool, complete: bool) -> Process:
         if group.index in self._states:
@@ -253,15 +268,16 @@ class _Optimizer:
         # Units whose gradients are still to come before the next step.
         self._expected: set[int] = set()
         self._queue = ReadyQueue[None](self._parts.hidden)
-        self._busy = False
+        # Whether a step is still to be recorded, once everything is stepped; and whether anything is under way.
+        self._unrecorded = self._busy = False
 
     def stepped(self, unit: int) -> Flag:
         """Whether no step of the unit is under way."""
         return self._through[unit]
 
     def measured(self) -> bool:
-        """Whether all norms are taken, and nothing is being stepped."""
-        return not self._norms and not self._busy
+        """Whether all norms are taken, nothing is being stepped, and the step before is recorded."""
+        return not (self._norms or self._busy or self._unrecorded)
 
     def measure(self, unit: int, numel: int) -> None:
         """A unit's last gradient of the step has arrived: take its norm, and read ahead near the end of backward."""
@@ -294,23 +310,27 @@ class _Optimizer:
         """Hand over what is left of the step."""
         self.hand_over(self._parts.after_backward)
         self._expected.clear()
+        self._unrecorded = self._plan.request.recorded
 
     @property
     def idle(self) -> bool:
         """Whether nothing is left to step or to measure."""
-        return not (self._busy or self._norms or self._queue)
+        return not (self._busy or self._norms or self._queue or self._unrecorded)
 
     def run(self) -> Process:
         """The thread that steps behind the program."""
         while True:
-            yield lambda: bool(self._norms or self._queue)
+            yield lambda: not self.idle
             self._busy = True
             if self._norms:
                 yield from self._resources.host(self._norms.popleft() * self._speeds.norm_seconds)
-            else:
+            elif self._queue:
                 group, _ = self._queue.take()
                 yield from self._step(group)
                 self._count(group, -1)
+            else:
+                yield from self._arenas.record()
+                self._unrecorded = False
             self._busy = False
 
     def _look_ahead(self, count: int) -> None:
@@ -633,7 +653,10 @@ def _together(specs: Sequence[PartitionSpec], index: int) -> PartitionSpec:
     for (kind, dtype), count in numel.items():
         sections.append(ArraySection(kind, dtype, count, offset))
         offset += sections[-1].nbytes
-    return PartitionSpec(key=Key(specs[0].key.kind, index), sections=tuple(sections), home=specs[0].home)
+    # Of what is copied behind each step, for how much that is.
+    extent = Extent(0, offset) if all(spec.copied and spec.spare for spec in specs) else None
+    key = Key(specs[0].key.kind, index)
+    return PartitionSpec(key=key, sections=tuple(sections), home=specs[0].home, extent=extent, spare=extent)
 
 
 def _slices(

@@ -70,6 +70,7 @@ def traffic(
     count.gradients(accumulation)
     count.steps()
     _Walk(plan, count, accumulation=passes).run()
+    count.copies()
     found = {link: dict(kinds) for link, kinds in count.nbytes.items()}
     if sent := exchanged_nbytes * accumulation + passed_nbytes:
         found[Link.NETWORK][Kind.ACTIVATION] = sent
@@ -126,6 +127,13 @@ def states_that_move(plan: Plan) -> dict[int, PartitionSpec]:
     """States on NVMe that no memory keeps, by sub-group."""
     kept = plan.kept()
     return {index: spec for index, spec in nvme_specs(plan, Kind.STATES).items() if index not in kept}
+
+
+def copied_specs(plan: Plan) -> tuple[PartitionSpec, ...]:
+    """What lives in memory and is copied to the drive behind each step (`checkpoint.every_step`): all that is trained.
+    What is frozen is copied once.
+    """
+    return tuple(spec for spec in plan.partitions if spec.copied and spec.spare is not None)
 
 
 def kept_nbytes(plan: Plan) -> int:
@@ -216,6 +224,13 @@ class _Count:
         for layout, placed in zip(self.plan.layouts, self.plan.placement.units, strict=True):
             if placed.whole and layout.trainable:
                 self.gather(layout.index, 1)
+
+    def copies(self) -> None:
+        """What a record behind the step writes of the values in memory."""
+        for spec in copied_specs(self.plan):
+            self.add(Link.NVME_WRITE, spec.key.kind, spec.nbytes)
+            if self._accelerator and spec.home.on_device:
+                self.add(Link.DOWN, spec.key.kind, spec.nbytes)
 
 
 class _Walk:

@@ -214,6 +214,18 @@ def test_wear_is_what_is_written_a_day_against_what_the_drive_is_rated_for():
     assert any("endurance" in name for name in unrated.assumptions)
 
 
+@pytest.mark.parametrize("layers", [LAYERS, 150])
+def test_copies_behind_each_step_wear_the_drive_and_take_its_time(layers):
+    """150 layers are merged for the simulation."""
+    spec = model(layers, 2048 if layers == LAYERS else 512)
+    plan = plan_of(spec=spec, optimizer_tier=Tier.CPU, recorded=True)
+    told = predict(plan, PROFILE, tokens=1)
+    copied = sum(each.nbytes for each in plan.partitions if each.key.kind is not Kind.GRAD)
+    assert told.nvme_written_nbytes == traffic(plan).total(Link.NVME_WRITE) == copied
+    assert told.seconds == pytest.approx(copied / (2 * GB), rel=0.05)
+    assert told.bound_by is Bound.NVME_WRITE
+
+
 def test_ranks_of_a_node_share_its_drive_and_wear_it_together():
     one, two = (predict(plan_of(dp=dp), PROFILE, tokens=1) for dp in (1, 2))
     # Each rank has half of the states and half of the drive.

@@ -39,13 +39,15 @@ class Model(nn.Module):
 
 
 def configuration(param: str, states: str, dtype: str, folder: Path, *, batches: int = 1, early: bool = False,
-                  overlap: bool = True, buffers: int = 4, grads: str = "cpu") -> dict[str, object]:  # fmt: skip
+                  overlap: bool = True, buffers: int = 4, grads: str = "cpu",
+                  every_step: str = "off") -> dict[str, object]:  # fmt: skip
     def device(name: str) -> dict[str, object]:
         return {"device": name, **({"nvme_path": str(folder)} if name == "nvme" else {})}
 
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": batches, "log_level": "error",
         "gradient_clipping": 0.0 if early else 1.0, "overlap": overlap,
+        "checkpoint": {"path": str(folder / "checkpoints"), "every_step": every_step},
         "bf16": {"enabled": dtype == "bf16"}, "check_grad_overflow": not early, "optimizer": {"type": "AdamW"},
         "zero_optimization": {
             "stage": 3, "sub_group_size": 50_000, "stage3_prefetch_bucket_size": 500_000,
@@ -100,6 +102,8 @@ CASES = {
     "gradients": ("nvme", "nvme", "bf16", {"overlap": False, "grads": "nvme"}),
     "gradients of four micro-batches": ("cpu", "nvme", "bf16", {"overlap": False, "batches": 4, "grads": "nvme"}),
     "gradients, begun in backward": ("nvme", "nvme", "bf16", {"early": True, "grads": "nvme"}),
+    "recorded, parameters in memory": ("cpu", "nvme", "bf16", {"every_step": "process"}),
+    "recorded, states in memory": ("nvme", "cpu", "bf16", {"overlap": False, "every_step": "process"}),
 }
 SHORT = [case for case in CASES if "fp32" not in case or "everything" in case]
 
@@ -221,6 +225,17 @@ def test_homes_that_differ_within_a_plan_are_summed_by_partition():
     homes = tuple(Tier.NVME if index < half else Tier.CPU for index in range(len(plan.sub_groups)))
     mixed = replace(plan, partitions=tuple(partitions), placement=replace(plan.placement, states=homes))
     assert nvme(traffic(mixed))[1] == on_nvme[1] // 2
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_what_lives_in_memory_is_written_to_the_drive_behind_each_step_that_is_recorded(accelerator):
+    memory = dict(param_tier=Tier.GPU, accelerator=accelerator, optimizer_tier=Tier.CPU)
+    without, with_records = (traffic(plan_of(recorded=recorded, **memory)).nbytes for recorded in (False, True))
+    # Parameters of 2 bytes; remainders of 2 and two moments of 4.
+    assert with_records[Link.NVME_WRITE] == {Kind.PARAM: 2 * NUMEL, Kind.STATES: 10 * NUMEL}
+    down = {kind: nbytes - without[Link.DOWN].get(kind, 0) for kind, nbytes in with_records[Link.DOWN].items()}
+    assert down.get(Kind.PARAM, 0) == (2 * NUMEL if accelerator else 0)
+    assert with_records[Link.NVME_READ] == without[Link.NVME_WRITE] == {}
 
 
 def test_everything_in_memory_moves_nothing_over_a_drive():
