@@ -5,7 +5,8 @@ made and what its partitions hold; `.step0` and `.step1` are written in turn. Ea
 values of one step lie (slot, bytes before the zero tail and checksums, by partition), and what else a checkpoint keeps.
 They have the frame of a checkpoint's metadata: one that is cut anywhere, or changed, is none, and the other counts.
 What a record names is not written before the next one is whole ([Note: records] in `infinity.memory.partition`), so
-that of two records the newer is always true, and the older until another step begins to write.
+that of two records the newer is always true, and the older until another step begins to write. Beside the rank's files
+on other drives lies an empty `.step0`: without a record beside it a swap file is removed by the next start there.
 
 A rank's latest record may be one ahead of another's. `newest` finds the latest that all have.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,7 @@ from infinity.checkpoint.save import Capture, Lent, LetGo, write
 from infinity.errors import CheckpointError
 from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.store import Place
-from infinity.memory.tiers.nvme import RECORD_SUFFIXES, RUN_SUFFIX, NvmeTier, wait_for_end
+from infinity.memory.tiers.nvme import RECORD_SUFFIXES, RUN_SUFFIX, NvmeTier, has_ended, wait_for_end
 from infinity.ops.aio import Queue
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Extent, Key, Kind, PartitionSpec, moved_at_once
@@ -339,9 +340,11 @@ def _beneath(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def write_run(path: Path, run: RunFile) -> None:
-    """Write `.run` beside a swap file."""
-    _put(path.with_suffix(RUN_SUFFIX), run.to_bytes(), sync=True)
+def write_run(run: RunFile) -> None:
+    """Write `.run` beside the first swap file, and what keeps the others."""
+    for path in run.files[1:]:
+        _put(path.with_suffix(RECORD_SUFFIXES[0]), b"", sync=True)
+    _put(run.files[0].with_suffix(RUN_SUFFIX), run.to_bytes(), sync=True)
 
 
 def write_record(path: Path, record: StepRecord, *, sync: bool) -> None:
@@ -365,10 +368,25 @@ def _put(path: Path, data: bytes, *, sync: bool) -> None:
         sync_folder(path.parent)
 
 
-def remove_records(path: Path) -> None:
-    """Remove what lies beside a swap file: the records first, without which the rest is no state of a run."""
-    for suffix in (*RECORD_SUFFIXES, RUN_SUFFIX):
-        path.with_suffix(suffix).unlink(missing_ok=True)
+def remove_records(files: Iterable[Path]) -> None:
+    """Remove what lies beside swap files: the first one's records first, without which the rest is no run's state."""
+    for path in files:
+        for suffix in (*RECORD_SUFFIXES, RUN_SUFFIX):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def remove_run(files: Sequence[Path]) -> int:
+    """Remove the swap files of a killed run, and return their bytes; do nothing and return 0 where a process has one.
+    OSError where it cannot.
+    """
+    if not all(map(has_ended, files)):
+        return 0
+    nbytes = sum(path.stat().st_size for path in files)
+    # Killed in between, it leaves files that the next start removes.
+    remove_records(files)
+    for path in files:
+        path.unlink(missing_ok=True)
+    return nbytes
 
 
 @dataclass(frozen=True)
@@ -410,39 +428,83 @@ def killed_runs(folder: Path, *, path: str | None = None, rank: int | None = Non
     """
     found = []
     for at in sorted(folder.glob(f"infinity-swap-*{RUN_SUFFIX}")) if folder.is_dir() else ():
-        beside = [at.with_suffix(suffix) for suffix in RECORD_SUFFIXES]
-        if not any(each.exists() for each in beside):
-            continue
-        run = RunFile.read(at)
-        if (path is not None and run.path != path) or (rank is not None and run.rank != rank):
-            continue
-        # A name in a file is only taken for the file that it lies beside, or for one of its name on another drive.
-        if run.files[0].name != at.with_suffix(".bin").name or any(
-            not each.name.startswith("infinity-swap-") or each.suffix != ".bin" for each in run.files
-        ):
-            raise CheckpointError(at, f"it tells of {run.files[0]}, which is not its swap file", _ADVICE)
-        files = (at.with_suffix(".bin"), *run.files[1:])
-        missing = next((each for each in files if not each.is_file()), None)
-        if missing is not None:
-            if missing == files[0]:
-                # The end of a run that was over: its file went first.
-                continue
-            raise CheckpointError(missing, f"this swap file, of which {at} tells, is not there", _ADVICE)
-        # What it has begun to write would come after what is read here.
-        wait_for_end(files[0])
-        records, damage = {}, ""
-        for each in beside:
-            try:
-                record = StepRecord.read(each) if each.exists() else None
-                if record is not None:
-                    _check(record, run, each)
-                    records[record.version] = record
-            except CheckpointError as error:
-                damage = str(error)
-        if not records:
-            raise CheckpointError(at.with_suffix(".bin"), f"none of its records is whole: {damage}", _ADVICE)
-        found.append(KilledRun(files[0], replace(run, files=files), records))
+        killed = _read_killed(at, path, rank)
+        found += [] if killed is None else [killed]
     return found
+
+
+def left_behind(folder: Path) -> dict[Path, int]:
+    """Return the swap files of killed runs in a folder, with their sizes: those with a record beside them whose process
+    has ended.
+    """
+    found = {}
+    for path in sorted(folder.glob("infinity-swap-*.bin")):
+        # One that cannot be opened belongs to another user, or is no file.
+        with suppress(OSError):
+            if any(path.with_suffix(each).exists() for each in RECORD_SUFFIXES) and has_ended(path):
+                found[path] = path.stat().st_size
+    return found
+
+
+def left_runs(folders: Iterable[Path]) -> tuple[dict[str, list[KilledRun]], list[CheckpointError]]:
+    """Return what killed runs have left in folders for swap files, by the run's id, and what of it cannot be read."""
+    runs: dict[str, list[KilledRun]] = {}
+    damaged: list[CheckpointError] = []
+    # Files that no run tells of so far: those on a run's further drives.
+    rest: dict[str, Path] = {}
+    for path in (path for folder in folders for path in left_behind(folder)):
+        try:
+            killed = _read_killed(path.with_suffix(RUN_SUFFIX), None, None)
+        except CheckpointError as error:
+            damaged.append(error)
+            continue
+        if killed is None:
+            rest[path.name] = path
+        else:
+            runs.setdefault(killed.run.run, []).append(killed)
+    told = {each.name for ranks in runs.values() for killed in ranks for each in killed.run.files}
+    advice = "Name the folders of all drives of its run, or remove it and what has its name"
+    damaged += [
+        CheckpointError(path, "no run in these folders tells of this swap file", advice)
+        for name, path in rest.items() if name not in told
+    ]  # fmt: skip
+    return runs, damaged
+
+
+def _read_killed(at: Path, path: str | None, rank: int | None) -> KilledRun | None:
+    """See `killed_runs`. at: a `.run` file."""
+    beside = [at.with_suffix(suffix) for suffix in RECORD_SUFFIXES]
+    if not at.exists() or not any(each.exists() for each in beside):
+        return None
+    run = RunFile.read(at)
+    if (path is not None and run.path != path) or (rank is not None and run.rank != rank):
+        return None
+    # A name in a file is only taken for the file that it lies beside, or for one of its name on another drive.
+    if run.files[0].name != at.with_suffix(".bin").name or any(
+        not each.name.startswith("infinity-swap-") or each.suffix != ".bin" for each in run.files
+    ):
+        raise CheckpointError(at, f"it tells of {run.files[0]}, which is not its swap file", _ADVICE)
+    files = (at.with_suffix(".bin"), *run.files[1:])
+    missing = next((each for each in files if not each.is_file()), None)
+    if missing is not None:
+        if missing == files[0]:
+            # The end of a run that was over: its file went first.
+            return None
+        raise CheckpointError(missing, f"this swap file, of which {at} tells, is not there", _ADVICE)
+    # What it has begun to write would come after what is read here.
+    wait_for_end(files[0])
+    records, damage = {}, ""
+    for each in beside:
+        try:
+            record = StepRecord.read(each) if each.exists() else None
+            if record is not None:
+                _check(record, run, each)
+                records[record.version] = record
+        except CheckpointError as error:
+            damage = str(error)
+    if not records:
+        raise CheckpointError(at.with_suffix(".bin"), f"none of its records is whole: {damage}", _ADVICE)
+    return KilledRun(files[0], replace(run, files=files), records)
 
 
 def _check(record: StepRecord, run: RunFile, at: Path) -> None:
@@ -542,8 +604,9 @@ def _one_run(found: Sequence[KilledRun], folders: Sequence[Path]) -> tuple[list[
     if len(runs) > 1:
         paths = ", ".join(sorted({each.run.path for each in found}))
         raise CheckpointError(
-            folders[0], f"swap files of {len(runs)} runs are here ({paths})", "Say which one with --path"
-        )
+            folders[0], f"swap files of {len(runs)} runs are here ({paths})",
+            "Say which one with --path; `infinity ckpt killed` lists them, and removes what is not needed",
+        )  # fmt: skip
     (ranks,) = runs.values()
     size = int(next(iter(ranks.values())).run.plan["world_size"])
     missing = [rank for rank in range(size) if rank not in ranks]

@@ -4,6 +4,7 @@
     infinity ckpt verify CHECKPOINT [--tag TAG]
     infinity ckpt diff CHECKPOINT OTHER [--all]
     infinity ckpt from-swap FOLDER [FOLDER ...] OUT [--tag TAG] [--path PATH]
+    infinity ckpt killed FOLDER [FOLDER ...] [--remove RUN]
 
 CHECKPOINT is the folder that was passed to `save_checkpoint` (the command uses the tag in `latest`, or --tag), or the
 folder of one checkpoint in it; `inspect` and `verify` read DeepSpeed's, too. `infinity-ckpt` is the same command. Exit
@@ -11,7 +12,8 @@ codes: 0 success; 1 verify found damage, or diff a difference; 2 there is no ans
 no checkpoint.
 
 FOLDER is what `nvme_path` named in a run with `checkpoint.every_step`; with several nodes, that of each. OUT gets a
-checkpoint that loads with any number of ranks, stage and tiers.
+checkpoint that loads with any number of ranks, stage and tiers. `killed` lists the runs that were killed and have left
+swap files in these folders, beside the newest checkpoint of each; --remove removes the files of one.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from typing import Any
 
 from infinity.base.sizes import format_bytes
 from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, read_deepspeed, verify_deepspeed
-from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, TensorInfo, check_files, read_manifest
+from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, TensorInfo, check_files, complete, read_manifest
 from infinity.checkpoint.inspect import Comparison, compare_checkpoints, verify
-from infinity.checkpoint.records import make_checkpoint
+from infinity.checkpoint.records import left_runs, make_checkpoint, newest, remove_run
 from infinity.cli.export import add_checkpoint, locate, theirs
 from infinity.cli.terminal import Meter, format_table, say
 from infinity.errors import CheckpointError, TransferError
@@ -37,7 +39,7 @@ _SHOWN_MAX = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to `parser`."""
-    commands = parser.add_subparsers(dest="verb", required=True, metavar="inspect|verify|diff|from-swap")
+    commands = parser.add_subparsers(dest="verb", required=True, metavar="inspect|verify|diff|from-swap|killed")
     inspecting = commands.add_parser("inspect", help="print the contents of a checkpoint")
     inspecting.add_argument("--tensors", action="store_true", help="list every tensor")
     inspecting.add_argument("--json", action="store_true", help="print JSON")
@@ -53,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     making.add_argument("out", metavar="OUT", help="the folder of checkpoints, as of save_checkpoint")
     making.add_argument("--tag", help="of the checkpoint (default: global_step and the number)")
     making.add_argument("--path", help="the run's checkpoint.path, where several runs were killed")
+    listing = commands.add_parser("killed", help="list the killed runs that have left swap files, or remove one's")
+    listing.add_argument("folders", metavar="FOLDER", nargs="+", help="that nvme_path named; of each drive and node")
+    listing.add_argument("--remove", metavar="RUN", help="remove the swap files of this run")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -66,8 +71,11 @@ def run(given: argparse.Namespace) -> int:
     if given.verb == "from-swap":
         path = None if given.path is None else str(Path(given.path).absolute())
         made = make_checkpoint([*map(Path, given.folders)], Path(given.out), tag=given.tag, path=path)
-        say(f"{made}: made of the swap files in {', '.join(given.folders)}, which stay until they are removed")
+        folders = " ".join(given.folders)
+        say(f"{made}: made of the swap files in {folders}, which stay: `infinity ckpt killed {folders}` removes them")
         return 0
+    if given.verb == "killed":
+        return _killed([*map(Path, given.folders)], given.remove)
     folder = locate(given.checkpoint, given.tag)
     if theirs(folder):
         return _verify_deepspeed(folder) if given.verb == "verify" else _inspect_deepspeed(folder, given)
@@ -79,6 +87,37 @@ def run(given: argparse.Namespace) -> int:
         say(json.dumps({"folder": str(folder), **facts}, indent=2))
     else:
         say(show(folder, facts, tensors=given.tensors))
+    return 0
+
+
+def _killed(folders: Sequence[Path], removed: str | None) -> int:
+    """List what killed runs have left in folders for swap files, or remove what one has left there."""
+    runs, damaged = left_runs([folder.absolute() for folder in folders])
+    where = " ".join(map(str, folders))
+    if removed is not None:
+        if removed not in runs:
+            here = f"Name one that has: {', '.join(runs)}" if runs else "No killed run has"
+            raise CheckpointError(folders[0], f"run {removed} has left nothing here that can be read", here)
+        gone = [remove_run(each.run.files) for each in runs[removed]]
+        say(f"removed {format_bytes(sum(gone))} of run {removed}, of {len(gone)} rank(s)")
+        return 0
+    rows = [["run", "checkpoint.path", "ranks", "step", "bytes", "newest checkpoint"]]
+    for run, ranks in runs.items():
+        first, versions = ranks[0].run, newest([each.records for each in ranks])
+        size = int(first.plan["world_size"])
+        whole = versions is not None and len(ranks) == size
+        saved = [int(manifest.engine["counters"]["global_steps"]) for _, manifest in complete(first.path)]
+        rows.append([
+            run, first.path, f"{len(ranks)} of {size}",
+            f"{ranks[0].records[versions].step:,}" if whole and versions is not None else "none that all ranks have",
+            format_bytes(sum(each.nbytes for each in ranks)), f"step {max(saved):,}" if saved else "-",
+        ])  # fmt: skip
+    say(format_table(rows, right=False) if runs else f"no killed run has left swap files in {where}")
+    for error in damaged:
+        say(f"DAMAGED {error}")
+    if runs:
+        say(f"\n`infinity ckpt from-swap {where} OUT` makes a checkpoint, `infinity ckpt killed {where} --remove RUN` "
+            "removes the files of a run")  # fmt: skip
     return 0
 
 

@@ -346,6 +346,8 @@ class Load:
                 self.records.drop()
             self._fill(chosen)
             self._restore(chosen)
+        if self.records is not None and self.options == LoadOptions():
+            self.records.has_checkpoint(directory, self.to.counters.global_steps)
         logger.info("loaded %s", chosen.folder)
         return str(chosen.folder), chosen.client_state
 
@@ -562,15 +564,23 @@ class CheckpointManager:
         ask = partial(run_on_all_ranks, runtime.groups, path=request.directory)
         agreed, contents = self._agree(request, ask("what to save", settle)), captured[0]
         if not agreed.behind:
-            Save(runtime, agreed, contents).run(LiveSource(runtime.store), ask)
+            self._write(Save(runtime, agreed, contents), LiveSource(runtime.store), ask)
             return agreed.tag
         contents = contents.apart()
         keys = [piece.key for piece in contents.capture.pieces]
         snapshot = snapshot_of(runtime.plan, keys, in_backward=runtime.plan.policy.step_in_backward)
         source = SnapshotSource(runtime.store, snapshot, share=runtime.config.sections.checkpoint.bandwidth_share)
 
-        self.background.begin(agreed.folder, snapshot, partial(Save(runtime, agreed, contents).run, source))
+        self.background.begin(agreed.folder, snapshot, partial(self._write, Save(runtime, agreed, contents), source))
         return agreed.tag
+
+    def _write(
+        self, save: Save, source: PartitionSource, ask: Together, mailbox: StoreMailbox | None = None
+    ) -> None:
+        save.run(source, ask, mailbox)
+        if self.records is not None:
+            step = int(save.contents.manifest["engine"]["counters"]["global_steps"])
+            self.records.has_checkpoint(save.request.directory, step)
 
     def load(self, run: Run, directory: Path, tag: str | None, options: LoadOptions) -> tuple[str | None, Any]:
         """Load a checkpoint; return (its folder, its client state). See `Engine.load_checkpoint`. Collective."""

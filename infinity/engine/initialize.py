@@ -92,7 +92,7 @@ def initialize(
         chosen = trained.optimizer
         loader = _loader(resolved, training_data, collate_fn, groups, device)
         draw = None if loader is None else loader.example
-        adopted = find_run(resolved, groups) if chosen.trains else None
+        adopted, passed = find_run(resolved, groups) if chosen.trains else (None, [])
         plan, inputs = preflight(resolved, model, trained.group_of(), device, groups, chosen.spec, draw, adopted)
         agree_on_plan(plan, groups.stage, groups.world)
         liger = apply_liger(resolved.sections.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
@@ -101,7 +101,7 @@ def initialize(
         runtime = build_runtime(inputs, model, plan, groups, device, chosen, ledger, undo, left)
         stepped = optimizer_of(runtime, trained.groups, chosen, optimizer)
         scheduler = scheduler_of(resolved, lr_scheduler, stepped)
-        engine = Engine(runtime, stepped, scheduler, loader, records_of(runtime, inputs, adopted))
+        engine = Engine(runtime, stepped, scheduler, loader, records_of(runtime, inputs, adopted, passed))
         runtime.access.own_parameters(model)
         undo.pop_all()
     for line in [*remarks(inputs, model, plan, device), *liger, _headline(resolved, plan, trained)]:

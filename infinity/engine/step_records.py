@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.base.sizes import format_bytes
 from infinity.checkpoint.format import complete
 from infinity.checkpoint.model_folder import saved_module
 from infinity.checkpoint.pieces import checkpoint_buffers, plan_in_short, shares, tensors_of, tied_names
@@ -33,8 +34,10 @@ from infinity.checkpoint.records import (
     SavedPartition,
     StepRecord,
     killed_runs,
+    left_behind,
     newest,
     remove_records,
+    remove_run,
     write_record,
     write_run,
 )
@@ -61,6 +64,9 @@ from infinity.plan.types import Kind
 
 # What a rank finds of one run: its id, of how many ranks it is, and the step of each record by version.
 _Row = tuple[str, int, dict[str, int]]
+# The swap files that a run of the same `checkpoint.path` has left of this rank and that are not gone on from, and its
+# step; 0 where the ranks were killed between their first records, so that no step is there.
+PassedOver = tuple[tuple[Path, ...], int]
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Adopted:
         """Make the run's plan again. CheckpointError where it is not of this model, configuration and version."""
         advice = (
             f"Give the run what it had, or make a checkpoint of its files with `infinity ckpt from-swap "
-            f"{self.path.parent} {self.killed.run.path}` and remove them"
+            f"{self.path.parent} {self.killed.run.path}` and remove them: {self.removal}"
         )
         try:
             plan = inputs.plan_again(self.killed.run.made)
@@ -99,18 +105,24 @@ class Adopted:
             )  # fmt: skip
         return plan
 
+    @property
+    def removal(self) -> str:
+        """The command that removes it."""
+        return f"`infinity ckpt killed {self.path.parent} --remove {self.killed.run.run}`"
+
     def in_words(self) -> str:
         """What it is, for messages."""
         return f"the swap files of the run that was killed hold step {self.record.step}"
 
 
-def find_run(config: ResolvedConfig, groups: ProcessGroups) -> Adopted | None:
+def find_run(config: ResolvedConfig, groups: ProcessGroups) -> tuple[Adopted | None, list[PassedOver]]:
     """Return what this rank goes on from; None where no run of this `checkpoint.path` was killed, or none that had made
-    a step. Collective. CheckpointError where what is left cannot be gone on from, on every rank alike.
+    a step. Beside it what is passed over. Collective. CheckpointError where what is left cannot be gone on from, on
+    every rank alike.
     """
     folders = config.nvme_path
     if config.sections.checkpoint.every_step == "off" or folders is None:
-        return None
+        return None, []
     path, rank = _known_by(config), groups.ranks.rank
     mine: dict[str, KilledRun] = {}
 
@@ -122,15 +134,16 @@ def find_run(config: ResolvedConfig, groups: ProcessGroups) -> Adopted | None:
         ]
 
     rows: list[list[_Row]] = run_on_all_ranks(groups, "runs that were killed", job, path=folders[0])
-    chosen = _choose(rows, groups.world.size, path, Path(folders[0]))
+    chosen, steps = _choose(rows, groups.world.size, path, Path(folders[0]))
+    passed = [(killed.run.files, steps[run]) for run, killed in mine.items() if chosen is None or run != chosen[0]]
     if chosen is None:
-        return None
+        return None, passed
     run, version = chosen
     killed = mine[run]
     killed.only(version)
     adopted = Adopted(killed, killed.records[version])
     logger.info("%s: call engine.resume()", adopted.in_words())
-    return adopted
+    return adopted, passed
 
 
 def _known_by(config: ResolvedConfig) -> str:
@@ -138,8 +151,12 @@ def _known_by(config: ResolvedConfig) -> str:
     return str(Path(str(config.sections.checkpoint.path)).absolute())
 
 
-def _choose(rows: Sequence[Sequence[_Row]], world: int, path: str, folder: Path) -> tuple[str, int] | None:
-    """Return the run, and the version of its records, that every rank goes on from."""
+def _choose(
+    rows: Sequence[Sequence[_Row]], world: int, path: str, folder: Path
+) -> tuple[tuple[str, int] | None, dict[str, int]]:
+    """Return the run, and the version of its records, that every rank goes on from; and of every run the latest step
+    that a rank has of it, 0 where no step is one of all ranks.
+    """
     found: dict[str, dict[int, dict[int, int]]] = {}
     for rank, row in enumerate(rows):
         for run, size, steps in row:
@@ -147,11 +164,13 @@ def _choose(rows: Sequence[Sequence[_Row]], world: int, path: str, folder: Path)
                 raise CheckpointError(
                     folder,
                     f"rank {rank} finds swap files here of a run of {path} with {size} ranks; now there are {world}",
-                    f"Make a checkpoint of them with `infinity ckpt from-swap {folder} {path}`, which any "
-                    "number of ranks can load, or start as many ranks as then",
+                    f"Make a checkpoint of them with `infinity ckpt from-swap {folder} {path}`, which any number of "
+                    f"ranks can load, and remove them with `infinity ckpt killed {folder} --remove {run}`; or start as "
+                    "many ranks as then",
                 )  # fmt: skip
             found.setdefault(run, {})[rank] = {int(version): step for version, step in steps.items()}
     best: tuple[int, str, int] | None = None
+    latest: dict[str, int] = {}
     for run, ranks in found.items():
         version = newest([ranks.get(rank, {}) for rank in range(world)])
         if version is not None:
@@ -161,15 +180,25 @@ def _choose(rows: Sequence[Sequence[_Row]], world: int, path: str, folder: Path)
             what = "the ranks' records are not of one step" if without is None else f"rank {without} has none of it"
             raise CheckpointError(
                 folder, f"swap files here are of a run of {path} that was killed, but {what}",
-                "Bring back what is missing, or remove the swap files to go on from the newest checkpoint",
+                "Bring back what is missing, or go on from the newest checkpoint: `infinity ckpt killed "
+                f"{folder} --remove {run}` removes the swap files",
             )  # fmt: skip
-    return None if best is None else best[1:]
+        latest[run] = max(step for steps in ranks.values() for step in steps.values()) if version is not None else 0
+    return None if best is None else best[1:], latest
 
 
 class StepRecords:
-    """Writes the records of one rank's steps. made: what the plan was made of. adopted: what it goes on from."""
+    """Writes the records of one rank's steps. made: what the plan was made of. adopted: what it goes on from. passed:
+    what it does not, and is removed once it is overtaken.
 
-    def __init__(self, runtime: Runtime, made: Mapping[str, Any], adopted: Adopted | None) -> None:
+    [Note: overtaken] The files of a run that was passed over go once a checkpoint of `checkpoint.path`, which this
+    engine has loaded in whole or saved, is of a later step, and every rank has a record of its own. Those of ranks that
+    were killed between their first records need no checkpoint, because no start could go on from them.
+    """
+
+    def __init__(
+        self, runtime: Runtime, made: Mapping[str, Any], adopted: Adopted | None, passed: Sequence[PassedOver] = ()
+    ) -> None:
         self._runtime = runtime
         self._made = made
         self.adopted = adopted
@@ -184,13 +213,17 @@ class StepRecords:
         self._kept = adopted is not None
         # Whether it was gone on from.
         self._taken = adopted is None
-        # The first swap file of a run that is over.
-        self._over: Path | None = None
+        # See [Note: overtaken]: what is still there, the step of the latest checkpoint, and that of the first record.
+        self._passed = list(passed)
+        self._checkpoint_step = 0
+        self._first_step: int | None = None
+        # The swap files of a run that is over.
+        self._over: tuple[Path, ...] = ()
         if adopted is not None:
             runtime.health.mark_broken(
                 f"{adopted.in_words()}, and this engine has taken them over. Call engine.resume() to go on from there, "
                 "or engine.load_checkpoint() to go on from a checkpoint; to begin anew, close the engine and remove "
-                f"{adopted.path.with_suffix('')}.*"
+                f"them with {adopted.removal}"
             )
 
     # Behind each step.
@@ -231,7 +264,7 @@ class StepRecords:
             if self._flushes:
                 store.sync()
             if not self._kept:
-                write_run(path, self._run_file())
+                write_run(self._run_file())
                 store.swap_files.keep(True)
                 self._kept = True
             scalars = rule.parameter_scalars(state.engine["optimizer"]["steps"])
@@ -241,6 +274,25 @@ class StepRecords:
             store.record()
         finally:
             store.access.end_record()
+        if self._passed:
+            self._remove_overtaken(state.step)
+
+    def _remove_overtaken(self, step: int) -> None:
+        """Behind a record: see [Note: overtaken]. No rank records a step before all have recorded the one before."""
+        if self._first_step is None:
+            self._first_step = step
+        if step == self._first_step:
+            return
+        for each in [*self._passed]:
+            files, of_step = each
+            if of_step and of_step >= self._checkpoint_step:
+                continue
+            self._passed.remove(each)
+            try:
+                if nbytes := remove_run(files):
+                    logger.info("removed %s (%s), overtaken by this run", files[0], format_bytes(nbytes))
+            except OSError as error:
+                logger.warning("%s is overtaken by this run and cannot be removed: %s", files[0], error)
 
     def _capture(self, run: Run, client_state: ClientState) -> StepRecord:
         runtime = self._runtime
@@ -266,6 +318,11 @@ class StepRecords:
             tuple(shares(plan, groups.data.index, groups.tensor.index)), tensors_of(plan, module),
             tied_names(module), saved_module(module, runtime.whole_shapes),
         )  # fmt: skip
+
+    def has_checkpoint(self, directory: Path, step: int) -> None:
+        """A checkpoint behind a step was saved or loaded in whole."""
+        if str(directory.absolute()) == self._path:
+            self._checkpoint_step = max(self._checkpoint_step, step)
 
     # Going on.
 
@@ -304,22 +361,35 @@ class StepRecords:
         """All values are about to be replaced: no record is true any more."""
         self._runtime.step.synchronize()
         if self._kept:
-            remove_records(self._runtime.store.swap_files.path)
+            remove_records(self._runtime.store.swap_files.nbytes_by_path)
             self._runtime.store.forget_records()
-        self._latest, self._kept, self._taken = None, False, True
+        self._latest, self._kept, self._taken, self._first_step = None, False, True, None
 
     def finish(self) -> None:
         """The run is over: its files go with the engine. Those that were not gone on from stay."""
         if self._kept and self._taken:
-            self._over = self._runtime.store.swap_files.path
+            self._over = tuple(self._runtime.store.swap_files.nbytes_by_path)
             self._runtime.store.swap_files.keep(False)
 
     def clean_up(self) -> None:
         """Remove what is left beside files that have gone, once nothing is written any more."""
-        if self._over is not None:
-            remove_records(self._over)
+        remove_records(self._over)
 
 
-def records_of(runtime: Runtime, inputs: PlanInputs, adopted: Adopted | None) -> StepRecords | None:
-    """Return what records the steps of a run; None where its plan has no room for records. Collective."""
-    return StepRecords(runtime, inputs.made(runtime.plan), adopted) if runtime.plan.request.recorded else None
+def records_of(
+    runtime: Runtime, inputs: PlanInputs, adopted: Adopted | None, passed: Sequence[PassedOver]
+) -> StepRecords | None:
+    """Return what records the steps of a run; None where its plan has no room for records. Name what killed runs have
+    left that this one has not taken over. Collective.
+    """
+    recorded = runtime.plan.request.recorded
+    made = StepRecords(runtime, inputs.made(runtime.plan), adopted, passed) if recorded else None
+    # What is gone on from has been taken by all ranks by now.
+    for folder in dict.fromkeys(runtime.config.nvme_path or ()) if runtime.groups.ranks.rank == 0 else ():
+        if left := left_behind(Path(folder)):
+            logger.info(
+                "%s has swap files of killed runs (%d, %s), which this run does not use: `infinity ckpt killed %s` "
+                "says of which, and removes one's with --remove",
+                folder, len(left), format_bytes(sum(left.values())), folder,
+            )  # fmt: skip
+    return made

@@ -44,11 +44,14 @@ def test_every_command_explains_itself(name, capsys):
         ("bench --secunds=5", "infinity bench: --secunds: unknown option; did you mean --seconds?"),
         ("bench --seconds x", "infinity bench: --seconds: invalid float value: 'x'"),
         ("bench here", "infinity bench: here: not expected here; see infinity bench --help"),
-        ("ckpt inpect a", "infinity ckpt: inspect|verify|diff|from-swap: unknown: inpect; did you mean inspect?"),
+        (
+            "ckpt inpect a",
+            "infinity ckpt: inspect|verify|diff|from-swap|killed: unknown: inpect; did you mean inspect?",
+        ),
         ("ckpt diff a b --al", "infinity ckpt: --al: unknown option; did you mean --all?"),
         (
             "ckpt",
-            "infinity ckpt: the following arguments are required: inspect|verify|diff|from-swap; "
+            "infinity ckpt: the following arguments are required: inspect|verify|diff|from-swap|killed; "
             "see infinity ckpt --help",
         ),
         ("config expalin a", "infinity config: action: unknown: expalin; did you mean explain?"),

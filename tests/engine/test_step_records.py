@@ -6,6 +6,7 @@ A kill is a copy of the folder of swap files, taken while the engine lives; `tes
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.checkpoint.records import killed_runs, make_checkpoint
+from infinity.base.sizes import format_bytes
+from infinity.checkpoint.records import killed_runs, left_runs, make_checkpoint, remove_run
 from infinity.cli.main import main
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, StateError, TransferError
@@ -300,6 +302,159 @@ def test_what_belongs_to_a_run_is_not_cleaned_up(left: Path) -> None:
     with started(row):
         pass
     assert not any((left / "left").iterdir())
+
+
+def test_what_another_drive_has_of_a_run_is_not_cleaned_up_either(tmp_path: Path) -> None:
+    def on(*drives: str, every_step: str = "process") -> dict[str, Any]:
+        row = config(tmp_path, every_step=every_step, **ON_NVME, dtype="bf16")
+        for key in ("offload_param", "offload_optimizer"):
+            row["zero_optimization"][key]["nvme_path"] = [str(tmp_path / drive) for drive in drives]
+        return {**row, "aio": {"drive_weights": [1.0] * len(drives)}}
+
+    with pytest.raises(RuntimeError, match="of the program"), started(on("one", "two")) as engine:
+        trained(engine, KILLED_AT)
+        engine.synchronize()
+        expected = digest(engine)
+        raise RuntimeError("of the program")
+    (_, nothing), (_, second) = left_runs([tmp_path / "one", tmp_path / "two"]), left_runs([tmp_path / "two"])
+    assert not nothing and ["no run in these folders tells of" in str(each) for each in second] == [True]
+    for other in (on("two", "one", every_step="off"), on("two", every_step="off")):
+        with started(other) as engine:
+            trained(engine, 1)
+    with started(on("one", "two")) as engine:
+        engine.resume()
+        assert (engine.global_steps, digest(engine)) == (KILLED_AT, expected)
+    assert not [*(tmp_path / "one").iterdir(), *(tmp_path / "two").iterdir()]
+
+
+@pytest.fixture
+def two(left: Path) -> tuple[Path, Path]:
+    """The folder of `left`, and the swap file of its run: in "left" lies another run, too, killed two steps later."""
+    (older,) = (left / "left").glob("*.bin")
+    with started(config(left, **ON_NVME, dtype="bf16")) as engine:
+        trained(engine, KILLED_AT + 2)
+        killed(engine, left, "later")
+    for each in (left / "later").iterdir():
+        each.rename(left / "left" / each.name)
+    return left, older
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_run_that_a_checkpoint_of_this_one_has_overtaken_goes_by_itself(
+    two: tuple[Path, Path], behind: bool
+) -> None:
+    folder, older = two
+    beside = [older.with_suffix(suffix) for suffix in (tier.RUN_SUFFIX, *tier.RECORD_SUFFIXES)]
+    with started(config(folder, "left", **ON_NVME, dtype="bf16")) as engine:
+        engine.resume()
+        trained(engine, KILLED_AT + 4)
+        engine.save_checkpoint(folder / "elsewhere")
+        trained(engine, KILLED_AT + 6)
+        engine.synchronize()
+        assert older.exists() and all(each.exists() for each in beside), "no checkpoint of checkpoint.path is newer"
+        engine.save_checkpoint(folder / "checkpoints", asynchronous=behind)
+        engine.finish_saving()
+        assert older.exists()
+        trained(engine, KILLED_AT + 7)
+        engine.synchronize()
+        assert not older.exists() and not any(each.exists() for each in beside)
+        assert len([*(folder / "left").glob("*.bin")]) == 1
+    assert not any((folder / "left").iterdir())
+
+
+def test_a_checkpoint_that_is_loaded_overtakes_once_the_next_steps_are_recorded(two: tuple[Path, Path]) -> None:
+    folder, older = two
+    with started(config(folder, "elsewhere", every_step="off", **ON_NVME, dtype="bf16")) as engine:
+        trained(engine, KILLED_AT + 3)
+        engine.save_checkpoint(folder / "checkpoints")
+    with started(config(folder, "left", **ON_NVME, dtype="bf16")) as engine:
+        path, _ = engine.resume()
+        assert path == str(folder / "checkpoints" / f"global_step{KILLED_AT + 3}")
+        engine.synchronize()
+        assert older.exists(), "of the ranks some may have no record of their own"
+        trained(engine, KILLED_AT + 4)
+        engine.synchronize()
+        assert not older.exists()
+
+
+def test_what_a_process_has_taken_over_is_not_removed_as_overtaken(two: tuple[Path, Path]) -> None:
+    folder, older = two
+    (run,) = (each for each in killed_runs(folder / "left") if each.path == older)
+    with started(config(folder, "left", **ON_NVME, dtype="bf16")) as engine, run.opened():
+        engine.resume()
+        engine.save_checkpoint(folder / "checkpoints")
+        trained(engine, KILLED_AT + 4)
+        engine.synchronize()
+        assert older.exists() and not remove_run(run.run.files)
+    assert remove_run(run.run.files) and not any((folder / "left").iterdir())
+
+
+def begun(rank: int, world: int, folder: str) -> tuple[bool, bool]:
+    """Kill two ranks after their first step, with rank 1's record not yet written; begin anew."""
+    join(world)
+    at, given = Path(folder), {**ON_NVME, "dtype": "bf16"}
+    with started(config(at, **given)) as engine:
+        trained(engine, 1, rank)
+        engine.synchronize()
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.copytree(at / "nvme", at / "left")
+            (behind,) = (each for each in killed_runs(at / "left") if each.run.rank == 1)
+            behind.path.with_suffix(tier.RECORD_SUFFIXES[1]).unlink()
+        torch.distributed.barrier()
+    old = next((at / "left").glob("*rank0.bin"))
+    torch.distributed.barrier()
+    with started(config(at, "left", **given)) as engine:
+        assert engine.resume()[0] is None
+        there = []
+        for until in (1, 2):
+            trained(engine, until, rank)
+            engine.synchronize()
+            torch.distributed.barrier()
+            there.append(old.exists())
+            torch.distributed.barrier()
+    return there[0], there[1]
+
+
+def test_what_ranks_killed_between_their_first_records_left_goes_once_all_have_one(
+    rank_pools: Any, tmp_path: Path
+) -> None:
+    assert rank_pools[2].run(begun, str(tmp_path)) == [(True, False)] * 2
+
+
+def test_what_stays_is_named_and_listed_and_removed_by_a_command(
+    two: tuple[Path, Path], capsys: Any, caplog: Any
+) -> None:
+    folder, older = two
+    swap = folder / "left"
+    size = sum(each.stat().st_size for each in swap.glob("*.bin"))
+    row = config(folder, "left", every_step="off", **ON_NVME) | {"log_level": "info"}
+    with caplog.at_level("INFO", "infinity"), started(row) as engine:
+        said = f"has swap files of killed runs (2, {format_bytes(size)}), which this run does not use"
+        assert said in caplog.text and f"`infinity ckpt killed {swap}`" in caplog.text
+        engine.save_checkpoint(folder / "checkpoints", tag="begun")
+        assert main(["ckpt", "killed", str(swap)]) == 0
+    listed = capsys.readouterr().out
+    (run,) = (each.run.run for each in killed_runs(swap) if each.path == older)
+    (row,) = (line for line in listed.splitlines() if line.startswith(run))
+    assert re.split(" {2,}", row.rstrip()) == [
+        run, str(folder / "checkpoints"), "1 of 1", str(KILLED_AT), format_bytes(older.stat().st_size), "step 0",
+    ]  # fmt: skip
+    assert f" {KILLED_AT + 2} " in listed and "DAMAGED" not in listed
+    told = older.with_suffix(tier.RUN_SUFFIX).read_bytes()
+    older.with_suffix(tier.RUN_SUFFIX).write_bytes(told[:-1])
+    assert main(["ckpt", "killed", str(swap)]) == 0
+    listed = capsys.readouterr().out
+    assert f"DAMAGED {older.with_suffix(tier.RUN_SUFFIX)}" in listed and f" {KILLED_AT + 2} " in listed
+    older.with_suffix(tier.RUN_SUFFIX).write_bytes(told)
+    assert main(["ckpt", "killed", str(swap), "--remove", run]) == 0
+    assert not older.exists() and len([*swap.glob("*.bin")]) == 1
+    assert main(["ckpt", "killed", str(swap), "--remove", run]) == 2
+    with started(config(folder, "left", **ON_NVME, dtype="bf16")) as engine:
+        capsys.readouterr()
+        assert main(["ckpt", "killed", str(swap)]) == 0
+        assert "no killed run has left swap files" in capsys.readouterr().out
+        engine.resume()
 
 
 def test_damage_is_named_when_it_is_read(left: Path) -> None:

@@ -476,6 +476,15 @@ def remove_stale(directory: Path) -> list[Path]:
     return removed
 
 
+def has_ended(path: Path) -> bool:
+    """Whether the process that had a swap file has ended, and so have its children. OSError where it is no file."""
+    descriptor, _ = open_regular(path, os.O_NOFOLLOW)
+    try:
+        return _try_life(descriptor, fcntl.F_RDLCK)
+    finally:
+        os.close(descriptor)
+
+
 def _remove_owned(path: Path, owner: int) -> None:
     if os.getpid() == owner:
         with contextlib.suppress(FileNotFoundError):
