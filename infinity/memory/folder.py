@@ -22,6 +22,12 @@ class FolderInfo:
     # The drive's model name; empty if unknown.
     model: str
     writable: bool
+    # The kernel's word on the drive's cache: "write back" (volatile, a flush empties it) or "write through" (none);
+    # empty if unknown. Whether it takes writes past its cache (FUA).
+    write_cache: str = ""
+    fua: bool = False
+    # Whether the device is made by software (a virtual machine's, a volume's), which decides what a flush does.
+    virtual: bool = False
 
 
 def look(folder: str | os.PathLike[str], root: Path = Path("/")) -> FolderInfo:
@@ -33,7 +39,10 @@ def look(folder: str | os.PathLike[str], root: Path = Path("/")) -> FolderInfo:
     space, device = os.statvfs(path), path.stat().st_dev
     return FolderInfo(
         path=path, device=device, file_system=_file_system(path, root), free_nbytes=space.f_bavail * space.f_frsize,
-        capacity_nbytes=space.f_blocks * space.f_frsize, model=_model(device, root), writable=os.access(path, os.W_OK),
+        capacity_nbytes=space.f_blocks * space.f_frsize, model=_of_drive(device, root, "device/model"),
+        writable=os.access(path, os.W_OK), write_cache=_of_drive(device, root, "queue/write_cache", named=False),
+        fua=_of_drive(device, root, "queue/fua", named=False) == "1",
+        virtual=_is_virtual(os.path.realpath(_block(device, root))),
     )  # fmt: skip
 
 
@@ -55,13 +64,22 @@ def _file_system(path: Path, root: Path) -> str:
     return found[1]
 
 
-def _model(device: int, root: Path) -> str:
-    """Return the model name of a drive, else the device name, else an empty string."""
-    block = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    # A partition has no model name; its drive, one folder up, has one.
+def _block(device: int, root: Path) -> Path:
+    return root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+
+
+def _of_drive(device: int, root: Path, name: str, *, named: bool = True) -> str:
+    """Return what the kernel says of a drive, else the device's name if `named`, else an empty string."""
+    block = _block(device, root)
+    # Of a partition its drive, one folder up, has it.
     for place in (block, Path(os.path.realpath(block)).parent):
         try:
-            return (place / "device/model").read_text().strip()
+            return (place / name).read_text().strip()
         except OSError:
             continue
-    return Path(os.path.realpath(block)).name if block.exists() else ""
+    return Path(os.path.realpath(block)).name if named and block.exists() else ""
+
+
+def _is_virtual(path: str) -> bool:
+    """Whether a device has no hardware of its own, by its path in sysfs."""
+    return any(part == "virtual" or part.startswith(("virtio", "vbd-")) for part in path.split("/"))

@@ -216,6 +216,47 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
     assert look("/", tmp_path).file_system == "ext4"
 
 
+# What the kernel says of a device: its folder in sysfs, the drive's files there, words of the doctor.
+FLUSHES = {
+    "a partition of a drive with a cache": ("pci0/nvme0n1/nvme0n1p1", ("write back", "1"), "empties (write back, FUA)"),
+    "a drive without": ("pci0/sda", ("write through", "0"), "no volatile cache (write through), so that"),
+    "a virtual machine's": ("pci0/virtio1/block/vda", ("write back", "0"), "cannot be known, because the device is"),
+    "a volume": ("virtual/block/dm-0", ("write back", "1"), "is virtual (write back, FUA)"),
+    "one without a word": ("pci0/mmc0", None, "because the kernel says nothing of a cache"),
+    "none": (None, None, "because the kernel says nothing of a cache"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLUSHES)
+def test_it_says_whether_a_flush_reaches_the_drive(case, tmp_path):
+    place, drive, words = FLUSHES[case]
+    device = tmp_path.stat().st_dev
+    named = tmp_path / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    named.parent.mkdir(parents=True)
+    if place is not None:
+        block = tmp_path / "sys/devices" / place
+        block.mkdir(parents=True)
+        named.symlink_to(f"../../devices/{place}")
+    if drive is not None:
+        queue = (block.parent if block.name.endswith("p1") else block) / "queue"
+        queue.mkdir()
+        for name, word in zip(("write_cache", "fua"), drive, strict=True):
+            (queue / name).write_text(f"{word}\n")
+    facts = FolderFacts("drive", True, look(tmp_path, tmp_path), direct=True, flush_seconds=0.00125)
+    line = show(replace(GOOD, folders=(facts,))).splitlines()[-1]
+    assert line.startswith("drive: a flush behind 4 kB takes 1.2 ms; ") and words in line
+    assert 'every_step "power" flushes' in line
+    assert "flush" not in show(GOOD), "where none was timed"
+
+
+def test_it_times_flushes_where_values_are_to_be_offloaded(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: flushed.append(os.pread(descriptor, 1 << 20, 0)))
+    named, other = examine([str(tmp_path), "."], named=[str(tmp_path)]).folders
+    assert 0 < named.flush_seconds < 1 and other.flush_seconds is None
+    assert len({*flushed}) == 9 and {*map(len, flushed)} == {4096}, "a block that has changed before each"
+
+
 def test_native_code_that_is_switched_off_is_noticed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("INFINITY_NATIVE", "0")
     build._library.cache_clear()
