@@ -241,6 +241,48 @@ def test_a_checkpoint_is_made_of_swap_files_for_any_topology(left: Path, capsys:
         make_checkpoint([left / "nvme"], left / "none")
 
 
+def left_by(rank: int, world: int, folder: str, given: dict[str, Any]) -> str:
+    """Train some ranks, and leave in "left" what a kill would; return the digest."""
+    join(world)
+    at = Path(folder)
+    with started(config(at, **given)) as engine:
+        trained(engine, KILLED_AT, rank)
+        found = digest(engine)
+        engine.synchronize()
+        wait = torch.distributed.barrier if world > 1 else lambda: None
+        wait()
+        if rank == 0:
+            shutil.copytree(at / "nvme", at / "left")
+        wait()
+        return found
+
+
+def loaded_by(rank: int, world: int, folder: str, given: dict[str, Any]) -> tuple[str, int]:
+    """Load what from-swap has made; return the digest, and the steps."""
+    join(world)
+    with started(settings(Path(folder) / f"to{world}", **given)) as engine:
+        engine.load_checkpoint(Path(folder) / "out")
+        return digest(engine), engine.global_steps
+
+
+@pytest.mark.parametrize(
+    ("made", "loaded"),
+    [
+        ((2, {"param": "nvme", "optimizer": "cpu"}), (1, {"stage": 1})),
+        ((2, {"stage": 2, "optimizer": "nvme"}), (1, {"optimizer": "nvme", "param": "cpu"})),
+        ((1, ON_NVME), (2, {"stage": 2})), ((1, {"stage": 1, "optimizer": "nvme"}), (2, {"param": "cpu"})),
+    ],
+)  # fmt: skip
+def test_such_a_checkpoint_loads_with_another_number_of_ranks_and_at_another_stage(
+    made: tuple[int, dict[str, Any]], loaded: tuple[int, dict[str, Any]], rank_pools: Any, tmp_path: Path
+) -> None:
+    """Masters and moments are those of the run that was killed."""
+    (before, given), (after, other) = ((ranks, {**row, "dtype": "bf16"}) for ranks, row in (made, loaded))
+    (expected,) = {*rank_pools[before].run(left_by, str(tmp_path), given)}
+    make_checkpoint([tmp_path / "left"], tmp_path / "out")
+    assert {*rank_pools[after].run(loaded_by, str(tmp_path), other)} == {(expected, KILLED_AT)}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
