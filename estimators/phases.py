@@ -168,6 +168,7 @@ def _at_rest(plan: Plan, gathered: _Gathered) -> Table:
     table = plan.bytes_at_home()
     add_nbytes(table, Tier.CPU, Kind.POOL, pools.in_cpu_nbytes)
     add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, pools.scratch.nbytes)
+    add_nbytes(table, Tier.GPU, Kind.POOL, pools.matrix_nbytes + pools.momenta_nbytes)
     add_nbytes(table, Tier.GPU, Kind.FULL, gathered.at_rest)
     return table
 

@@ -51,6 +51,8 @@ class Speeds:
     adam_seconds: float
     device_adam_seconds: float
     norm_seconds: float
+    # Products that make matrices orthogonal, an element of all that is stepped.
+    matrix_seconds: float = 0.0
     # Host time to step a sub-group, and to use a unit.
     group_seconds: float = 0.0
     use_seconds: float = 0.0
@@ -341,6 +343,11 @@ class _Optimizer:
         yield from self._arenas.fetch(group)
         self._look_ahead(STEP_READS)
         speeds = self._speeds
+        products = group.numel * speeds.matrix_seconds
+        if products and self._plan.request.accelerator:
+            yield self._resources.submit(Resource.ACCELERATOR, products)
+        elif products:
+            yield from self._resources.host(products)
         if self._plan.request.accelerator and self._plan.placement.states[group.index].on_device:
             yield self._resources.submit(Resource.ACCELERATOR, group.numel * speeds.device_adam_seconds)
         else:

@@ -32,6 +32,8 @@ from infinity.plan.prefetch import UnitAccess
 from infinity.plan.types import DTYPE_NBYTES, Tier
 
 # Host time of hooks and coordinator for a unit's use, and of a sub-group's step: measured, see docs/benchmarks.md.
+# Steps of the iteration that makes a matrix orthogonal, as torch's Muon has by default: each is three products.
+_MATRIX_STEPS = 5
 _USE_SECONDS = 50e-6
 _GROUP_SECONDS = 200e-6
 # Words in the names of parameters that are looked up instead of multiplied with.
@@ -164,6 +166,8 @@ class _Machine:
     compute_seconds: float
     # What layers wait for the tensor axis, which the speeds count as computation.
     exchange_seconds: float = 0.0
+    # What a step's products take that make matrices orthogonal.
+    matrix_seconds: float = 0.0
 
     @classmethod
     def of(
@@ -186,6 +190,7 @@ class _Machine:
         # Of the step's streams, what a copy of the same bytes would take: 28 bytes a parameter, and half is read.
         width = DTYPE_NBYTES[request.compute_dtype]
         streams = 16 + 3 * width + (4 if width == 2 else 0)
+        products = slower * _matrix_operations(plan) / _compute(profile, "bf16").rate
         on_device = streams / 2 / (profile.device_copy_rate or ASSUMED.device_copy_rate or 1.0)
         rates: dict[QueueKey, float] = {
             (Resource.UP, None): profile.up_rate or ASSUMED.up_rate or 1.0,
@@ -206,15 +211,21 @@ class _Machine:
                 norm_seconds=_by_dtype(profile.norm_seconds, request.compute_dtype) * sharers,
                 device_adam_seconds=on_device, group_seconds=_GROUP_SECONDS * coarse.groups_in_one,
                 use_seconds=_USE_SECONDS * uses,
+                matrix_seconds=products / max(sum(group.numel for group in plan.sub_groups), 1),
             ),
             compute_seconds=sum(seconds) if not exchanged else computed, exchange_seconds=exchanged,
+            matrix_seconds=products,
         )  # fmt: skip
 
     def faster(self, bound: Bound, factor: float = _FASTER) -> _Machine:
         """The same machine with one resource faster."""
         speeds = self.speeds
         if bound is Bound.COMPUTE:
-            return replace(self, speeds=self._computing(factor, 1), compute_seconds=self.compute_seconds / factor)
+            speeds = self._computing(factor, 1)
+            return replace(
+                self, speeds=replace(speeds, matrix_seconds=speeds.matrix_seconds / factor),
+                compute_seconds=self.compute_seconds / factor, matrix_seconds=self.matrix_seconds / factor,
+            )  # fmt: skip
         if bound is Bound.MEMORY:
             speeds = replace(
                 speeds, copy_seconds=speeds.copy_seconds / factor, adam_seconds=speeds.adam_seconds / factor,
@@ -242,10 +253,11 @@ class _Machine:
     def seconds(self, bound: Bound, found: SimulatedStep, plan: Plan, accumulation: int) -> float:
         """What a resource has to do in a step, in seconds without sharing."""
         if bound is Bound.COMPUTE:
-            return self.compute_seconds * accumulation
+            return self.compute_seconds * accumulation + self.matrix_seconds
         if bound is Bound.MEMORY:
             host = found.work.get((Resource.CORES, None), 0.0)
-            return max(0.0, host - (0.0 if plan.request.accelerator else self.compute_seconds * accumulation))
+            computed = self.compute_seconds * accumulation + self.matrix_seconds
+            return max(0.0, host - (0.0 if plan.request.accelerator else computed))
         # Tiers of drives work side by side.
         rates = self.speeds.rates
         waits = self.exchange_seconds * accumulation if bound is Bound.NETWORK else 0.0
@@ -336,6 +348,18 @@ def _compute_seconds(plan: Plan, compute: Compute, tokens: int, flops: float | N
     if words:
         seconds[unit] += tokens * words * compute.logit_seconds
     return seconds
+
+
+def _matrix_operations(plan: Plan) -> float:
+    """Floating-point operations of one step in which this rank makes matrices orthogonal."""
+    found = 0.0
+    for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
+        if layout.trainable and plan.request.rules[layout.rule].matrices:
+            ranks = placed.parts * (plan.topology.tp if layout.is_cut else 1)
+            for slot in layout.slots:
+                short, long = min(slot.whole_shape), max(slot.whole_shape)
+                found += _MATRIX_STEPS * (4 * short**2 * long + 2 * short**3) / ranks
+    return found
 
 
 def _multiplies(slot: Slot) -> bool:

@@ -134,8 +134,13 @@ def _stretches(plan: Plan, key: Key) -> Iterator[tuple[Slice, int]]:
 
 def tensor_kinds(plan: Plan) -> dict[str, tuple[str, ...]]:
     """Return the kinds that are kept of each tensor, by name."""
-    kinds = [kind.value for kind, _ in states_kinds(plan.request.compute_dtype, plan.request.moments)]
-    return {name: (PARAM, *(kinds if param.trainable else ())) for name, param in model_params(plan).items()}
+    kinds = [
+        [kind.value for kind, _ in states_kinds(plan.request.compute_dtype, rule.moments)]
+        for rule in plan.request.rules
+    ]
+    return {
+        name: (PARAM, *(kinds[param.rule] if param.trainable else ())) for name, param in model_params(plan).items()
+    }
 
 
 def tensors_of(plan: Plan, module: nn.Module, *, frozen: bool = True) -> dict[str, TensorInfo]:

@@ -279,21 +279,22 @@ def _fill_group(filling: Filling, store: TieredStore, source: ShardedSource, pie
                 masters = source.masters(name, overlap.tensor_start + begin, piece_of.numel())
                 store_masters(masters.float(), piece_of, states, first + begin)
             if filling.moments:
-                _fill_moments(filling, source, states, overlap, first)
+                moments = plan.rule_of(group).moments
+                _fill_moments(moments, filling.start, source, states, overlap, first)
     store.flush(piece.key, *params)
 
 
 def _fill_moments(
-    filling: Filling, source: ShardedSource, states: Partition, overlap: Overlap, first: int
+    moments: Sequence[Kind], start: float, source: ShardedSource, states: Partition, overlap: Overlap, first: int
 ) -> None:
     name = overlap.slot.name
     info = source.info(name)
-    for kind in filling.plan.request.moments:
+    for kind in moments:
         values = states.view(kind)[first : first + overlap.numel]
         if info is not None and kind.value in info.kinds:
             source.read(name, kind.value, overlap.tensor_start, overlap.numel, values)
         else:
-            values.fill_(filling.start)
+            values.fill_(start)
 
 
 def _overlaps(plan: Plan, index: int, group: SubGroup) -> Iterator[tuple[Slice, int, Overlap]]:

@@ -440,6 +440,16 @@ _Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 Schedule = Annotated[_Schedule, _one_of(_Schedule)]
 _SumAt = Literal["micro_batch", "step"]
 SumAt = Annotated[_SumAt, _one_of(_SumAt)]
+_NsMethod = Literal["standard", "gram"]
+NsMethod = Annotated[_NsMethod, _one_of(_NsMethod)]
+_NsDtype = Literal["bf16", "fp32"]
+NsDtype = Annotated[_NsDtype, _one_of(_NsDtype)]
+_AdjustLr = Literal["original", "match_rms_adamw"]
+AdjustLr = Annotated[_AdjustLr, _one_of(_AdjustLr)]
+NsSteps = Annotated[int, _expected("a whole number from 1 to 99", _whole(1, 99))]
+Coefficients = Annotated[
+    tuple[float, float, float], _expected("three finite numbers", _tuple(lambda value: float(_number(value)), 3))
+]
 _WarmupType = Literal["log", "linear"]
 WarmupType = Annotated[_WarmupType, _one_of(_WarmupType)]
 

@@ -14,7 +14,9 @@ from pydantic import Field
 from infinity.config.section import (
     TYPE_NAMED,
     Absent,
+    AdjustLr,
     Betas,
+    Coefficients,
     Count,
     Differs,
     Dtype,
@@ -23,6 +25,9 @@ from infinity.config.section import (
     Int,
     Natural,
     NoEffect,
+    NsDtype,
+    NsMethod,
+    NsSteps,
     Positive,
     Refused,
     Section,
@@ -442,6 +447,60 @@ class Nadam(Optimizer):
     params: NadamParams = NadamParams()
 
 
-AnyOptimizer = Adam | Lion | Adagrad | Sgd | Rmsprop | Adamax | Nadam
+class MuonParams(Section):
+    """Hyper-parameters of Muon, which steps hidden matrices, and of AdamW, which steps everything else. A parameter
+    group or a parameter with `use_muon` says which of them steps it.
+    """
+
+    lr: Positive = 1e-3
+    """Learning rate of both."""
+    muon_lr: Positive | None = None
+    """Learning rate of Muon; absent: `lr`."""
+    adam_lr: Positive | None = None
+    """Learning rate of AdamW; absent: `lr`."""
+    weight_decay: Weight = 0.1
+    """Weight decay of both, decoupled from the gradient."""
+    momentum: Weight = 0.95
+    """Decay rate of Muon's momentum."""
+    nesterov: Flag = True
+    """Use Nesterov momentum."""
+    ns_steps: NsSteps = 5
+    """Steps of the Newton-Schulz iteration that makes a matrix orthogonal."""
+    ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315)
+    """Coefficients of its polynomial."""
+    eps: Weight = 1e-7
+    """The least norm by which it divides a matrix at first."""
+    ns_dtype: NsDtype = "bf16"
+    """Ours. Precision of the iteration: "bf16", as torch's, or "fp32"."""
+    adjust_lr_fn: AdjustLr | None = None
+    """How the rate follows a matrix's shape: "original", sqrt(max(1, rows / columns)), which is also the default, or
+    "match_rms_adamw", 0.2 sqrt(max(rows, columns))."""
+    betas: Betas = (0.9, 0.999)
+    """AdamW's decay rates of the first and of the second moment."""
+    adam_eps: Weight = 1e-8
+    """Ours. Added to AdamW's denominator."""
+    ns_method: Annotated[
+        NsMethod,
+        Refused(
+            "the iteration runs on the matrix itself, as torch's Muon does", 'Remove it, or set it to "standard"',
+            ignored='"standard" runs instead, as in torch.optim.Muon',
+        ),
+    ] = "standard"
+    """Way of the iteration."""
+    per_head_muon: Annotated[
+        Flag, Refused("a weight is stepped as the one matrix that it is", "Remove it, or give the heads weights")
+    ] = False
+    """Make the matrices of attention heads orthogonal one by one."""
+
+
+class Muon(Optimizer):
+    """Muon for hidden matrices, AdamW for embeddings, the output head and what is no matrix."""
+
+    type: Annotated[Literal["Muon"], TYPE_NAMED]
+    """Name of the optimizer."""
+    params: MuonParams = MuonParams()
+
+
+AnyOptimizer = Adam | Lion | Adagrad | Sgd | Rmsprop | Adamax | Nadam | Muon
 # The values of `type`.
 OPTIMIZER_TYPES = tuple(name for section in get_args(AnyOptimizer) for name in types_of(section))

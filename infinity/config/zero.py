@@ -245,7 +245,9 @@ class ZeroOptimization(Section):
     """Warn when the order of modules changes."""
     enable_sanity_checks: Annotated[Flag, NoEffect("cheap checks are always on")] = False
     """Extra consistency checks."""
-    save_muon_momentum_buffer_in_memory: Annotated[Flag, NoEffect("Muon is not supported")] = False
+    save_muon_momentum_buffer_in_memory: Annotated[
+        Flag, NoEffect("states stay in memory as far as it has room")
+    ] = False
     """Keep Muon's momentum in memory."""
     zero_hpz_partition_size: Annotated[
         Count,

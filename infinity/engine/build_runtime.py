@@ -63,7 +63,7 @@ def make_step(
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
     scaler = LossScaler.of(config.sections.fp16.model_dump()) if config.scales_loss else None
-    return OptimizerStep(plan, store, groups, config, device=device, rule=optimizer.rule, scaler=scaler)
+    return OptimizerStep(plan, store, groups, config, device=device, rules=optimizer.rules, scaler=scaler)
 
 
 @mappings_of_their_own()
@@ -82,7 +82,7 @@ def build_runtime(
     units = make_units(model, plan, store=store, device=device, group=groups.data, ledger=ledger)
     Materializer(
         units, plan=plan, store=store, groups=groups, init=init, every=taken_in_order(model, inputs.units),
-        moments_start=optimizer.rule.start,
+        moments_start=optimizer.rules[0].start,
     ).run(left)
     if init is not None:
         init.close()

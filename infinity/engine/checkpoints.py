@@ -446,7 +446,7 @@ class Load:
         filling = Filling(
             plan=runtime.plan, index=runtime.groups.data.index, names=found.match.source,
             moments=found.has_states and options.optimizer and not options.module_only,
-            start=runtime.step.rule.start, tensor=runtime.groups.tensor.index,
+            start=runtime.step.rules[0].start, tensor=runtime.groups.tensor.index,
         )  # fmt: skip
 
         def job() -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.data import DataLoader, Dataset
 
 from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
-from infinity.config.training import Adam
+from infinity.config.training import Adam, Muon
 from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.groups import ProcessGroups, Ranks, detect
@@ -35,10 +35,18 @@ from infinity.log import configure_logging, logger, warn_once
 from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device
 from infinity.observability.monitors import check_installed
-from infinity.optim.factory import Chosen, adam_from_params, from_name, from_torch, no_optimizer
+from infinity.optim.factory import (
+    Chosen,
+    adam_from_params,
+    from_name,
+    from_several,
+    from_torch,
+    muon_and_adamw,
+    no_optimizer,
+)
 from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.plan.plan import Plan
-from infinity.plan.spec import dtype_name
+from infinity.plan.spec import dtype_name, hidden_matrices, module_tree
 from infinity.plan.types import Kind
 from infinity.zero.access import gathered, modify, read
 from infinity.zero.compiled import unwrapped
@@ -246,19 +254,23 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(groups)
     if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer must be a torch.optim class, factory or instance, got {type(optimizer).__name__}"
-            )
-        # torch's schedulers warn unless their optimizer was stepped; the engine steps in its place.
-        vars(optimizer)["_opt_called"] = True
-        found = from_torch(optimizer)
+        several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for each in several:
+            if not isinstance(each, torch.optim.Optimizer):
+                raise ConfigError(
+                    f"optimizer must be a torch.optim class, factory or instance, got {type(each).__name__}"
+                )
+            # torch's schedulers warn unless their optimizer was stepped; the engine steps in its place.
+            vars(each)["_opt_called"] = True
+        found = from_torch(several[0]) if len(several) == 1 else from_several(several)
     elif (section := config.sections.optimizer) is None:
         return _Trained([], no_optimizer())
     else:
         params = section.params.model_dump()
         if isinstance(section, Adam):
             found = adam_from_params(params, decoupled=section.decoupled)
+        elif isinstance(section, Muon):
+            found = muon_and_adamw(params, groups, _hidden(config, model))
         else:
             found = from_name(section.type, params)
     trained = _Trained(found.groups or [dict(group) for group in groups], found)
@@ -269,6 +281,19 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
     if any(id(param) not in mine for group in trained.groups for param in group["params"]):
         raise ConfigError("model_parameters (or the optimizer) name a parameter that is not in the model")
     return trained
+
+
+def _hidden(config: ResolvedConfig, model: nn.Module) -> frozenset[int]:
+    """The ids of the weights that Muon is for, unless the program says which."""
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    named = {name: param for name, param in model.named_parameters()}
+    heads = {id(param) for param in head.parameters()} if isinstance(head, nn.Module) else set[int]()
+    found = hidden_matrices(
+        module_tree(model, compute_dtype=config.compute_dtype),
+        [name for name, param in named.items() if id(param) in heads],
+    )
+    return frozenset(id(named[name]) for name in found)
 
 
 def optimizer_of(
@@ -354,6 +379,6 @@ def _rates(config: ResolvedConfig, trained: _Trained) -> str:
     rates: list[Any] = list(dict.fromkeys(group.get("lr", own) for group in trained.groups))
     if None in rates:
         return ""
-    unset = trained.optimizer.groups is None and config.sources.get("optimizer.params.lr", "default") == "default"
+    unset = not trained.optimizer.given and config.sources.get("optimizer.params.lr", "default") == "default"
     default = " (default)" if unset and rates == [own] else ""
     return f" at {' and '.join(f'{float(rate):g}' for rate in rates)}{default}"

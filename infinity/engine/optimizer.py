@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from infinity.checkpoint.run_state import decode, encode
 from infinity.distributed.collectives import exchange_values
 from infinity.errors import ConfigError, StateError, UnknownNameError
+from infinity.optim.update_rules import UpdateRule
 from infinity.plan.types import Kind
 from infinity.step.loss_scaler import LossScaler
 from infinity.step.optimizer_step import OptimizerStep
@@ -69,7 +70,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         given: the program's own optimizer.
         """
         self._step = step
-        self._memory = memory
+        self._memory, self._access = memory, access
         self._module = module
         self._states = states = OptimizerStates(access, step, module)
         self.loss_scaler = LossScalerView(step)
@@ -82,6 +83,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.param_groups = listed
         # The parameters of each group as the step knows them, by id.
         self._told = _members(listed)
+        self._names = {id(param): name for name, param in module.named_parameters()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -116,12 +118,24 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._told = members
         for at, group in enumerate(self.param_groups):
             try:
-                self._step.rule.hyper(group)
+                if len([*self._step.rules]) > 1:
+                    self._check_rule(at, group)
+                self._step.rules.hyper(group)
             except (LookupError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"param_groups[{at}] has not what {self.kind} steps with ({type(error).__name__}: {error}): give "
                     f"it {', '.join(self.defaults)}"
                 ) from error
+
+    def _check_rule(self, at: int, group: Mapping[str, Any]) -> None:
+        """ConfigError where a group names another rule than the one whose states its parameters have."""
+        names = filter(None, (self._names.get(id(param)) for param in group["params"] if param.requires_grad))
+        number, params = self._step.rules.number(group), self._access.params
+        if other := next((name for name in names if params[name].rule != number), None):
+            raise ConfigError(
+                f"param_groups[{at}]: use_muon is {group['use_muon']!r}, and {other} has the states of the other "
+                "optimizer: leave it in a group with the value that it had when the engine was made"
+            )
 
     def _group_of(self) -> dict[str, int]:
         """Return the group of each trained parameter, by name; ConfigError for one that cannot be stepped so."""
@@ -240,7 +254,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         that is not trained, a count below 0, or an optimizer that counts by itself.
         """
         steps = self._step.steps
-        if not self._step.rule.joins:
+        if self._step.rules.scalars:
             raise ConfigError(
                 f"set_step_counts: torch steps {self.kind}, which counts by itself: assign optimizer.state[param] with "
                 "all of its values"
@@ -331,7 +345,11 @@ class StatesOf(MutableMapping[str, Any]):
     @property
     def _kinds(self) -> dict[str, Kind]:
         """What is kept of an element, by torch's name."""
-        return dict(zip(self._step.rule.names, self._step.rule.moments, strict=True))
+        return dict(zip(self._rule.names, self._rule.moments, strict=True))
+
+    @property
+    def _rule(self) -> UpdateRule:
+        return self._step.rules[self._access.params[self._name].rule]
 
     def __getitem__(self, key: str) -> Any:
         if not self.stepped:
@@ -343,7 +361,7 @@ class StatesOf(MutableMapping[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._check_trained()
-        if not (self.stepped or self._step.rule.counted):
+        if not (self.stepped or self._rule.counted):
             raise StateError(
                 f"optimizer.state: {self._name} has no {key} before its first step; assign all of its states at once "
                 f"(optimizer.state[param] = {{...}}): {', '.join(self._wanted())}"
@@ -352,7 +370,7 @@ class StatesOf(MutableMapping[str, Any]):
             self._state.set_full(self._kinds[key].value, torch.as_tensor(value, device="cpu"))
         elif key not in (singles := self._singles()):
             self._refuse([key])
-        elif self._step.rule.joins:
+        elif not self._rule.scalars:
             self._count(value)
         else:
             self._put({**singles, key: value})
@@ -386,18 +404,18 @@ class StatesOf(MutableMapping[str, Any]):
         or no such states are kept.
         """
         self._check_trained()
-        kinds, rule = self._kinds, self._step.rule
+        kinds, rule = self._kinds, self._rule
         if values and (missing := [key for key in self._wanted() if key not in values]):
             raise ConfigError(f"optimizer.state: what was assigned to {self._name} lacks {', '.join(missing)}")
         singles = {key: value for key, value in values.items() if key not in kinds}
-        if rule.joins and (unknown := [key for key in singles if key != "step"]):
+        if not rule.scalars and (unknown := [key for key in singles if key != "step"]):
             self._refuse(unknown)
         for key, kind in kinds.items():
             value = values[key] if values else torch.full(self._state.shape, rule.start, device="cpu")
             self._state.set_full(kind.value, torch.as_tensor(value, device="cpu"))
         if not values:
             self._count(0)
-        elif rule.joins:
+        elif not rule.scalars:
             self._count(values.get("step", 1))
         else:
             self._count(max(1, int(values.get("step", 1))))
@@ -405,12 +423,12 @@ class StatesOf(MutableMapping[str, Any]):
 
     def _wanted(self) -> tuple[str, ...]:
         """What has to be assigned together."""
-        return (*(["step"] if self._step.rule.counted else []), *self._kinds)
+        return (*(["step"] if self._rule.counted else []), *self._kinds)
 
     def _singles(self) -> dict[str, Any]:
         """Return what the optimizer keeps of the parameter in one value. Collective, unless a native rule steps it."""
-        rule, world = self._step.rule, self._access.groups.world
-        if rule.joins:
+        rule, world = self._rule, self._access.groups.world
+        if not rule.scalars:
             return {"step": torch.tensor(float(self._step.steps[self._name]), device="cpu")} if rule.counted else {}
         own = self._step.parameter_scalars().get(self._name)
         if world.size == 1:

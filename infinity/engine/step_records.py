@@ -257,7 +257,7 @@ class StepRecords:
 
     def _write(self, state: StepRecord) -> None:
         """In the thread that steps, once it has stepped everything: see [Note: fence]."""
-        store, rule = self._runtime.store, self._runtime.step.rule
+        store, rule = self._runtime.store, self._runtime.step.rules
         try:
             store.write_down()
             path = store.swap_files.path

@@ -65,6 +65,11 @@ class Buffers:
         if pools.copies_nbytes:
             with ledger.taking(Tier.CPU, {Kind.POOL: pools.copies_nbytes}, "copies of device memory for records"):
                 self.copies = host.allocate(pools.copies_nbytes)
+        # Where one matrix at a time is made orthogonal.
+        self.matrices = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if pools.matrix_nbytes:
+            with ledger.taking(Tier.GPU, {Kind.POOL: pools.matrix_nbytes}, "a matrix that is made orthogonal"):
+                self.matrices = device.allocate(pools.matrix_nbytes)
         self.arenas: dict[str, Arena] = {}
         sizes = {Kind.PARAM: pools.param_nbytes, Kind.STATES: pools.states_nbytes, Kind.GRAD: pools.grad_nbytes}
         for kind, nbytes in sizes.items():
@@ -181,6 +186,8 @@ class Buffers:
         for partition in partitions:
             if partition.on_drive or (partition.buffer is not None and partition.key not in self._adopted):
                 self.book(partition, -1)
+        self._ledger.add(Tier.GPU, Kind.POOL, -self.matrices.nbytes)
+        self.matrices = self.matrices[:0].clone()
         self._ledger.add(Tier.CPU, Kind.POOL, -self.staging.nbytes)
         self.staging = self.staging[:0].clone()
         self._ledger.add(Tier.CPU, Kind.POOL, -self.copies.nbytes)

@@ -307,6 +307,11 @@ class TieredStore:
                 partition.restore(slot, prefix_nbytes)
 
     @property
+    def matrices(self) -> Tensor:
+        """Memory of the device (uint8) in which one matrix at a time is made orthogonal."""
+        return self._buffers.matrices
+
+    @property
     def staging(self) -> Tensor:
         """Pinned CPU memory (uint8) for the copies of device partitions that are stepped on the CPU."""
         return self._buffers.staging

@@ -1,8 +1,8 @@
-"""Choosing the update rule and its hyper-parameters: from a torch optimizer, or from a name in the configuration."""
+"""Choosing the update rules and their hyper-parameters: from torch optimizers, or from a name in the configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,46 +10,67 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.optim import update_rules
+from infinity.optim.muon import MuonRule
 from infinity.optim.torch_rule import TorchRule
-from infinity.optim.update_rules import UpdateRule
-from infinity.plan.request import OptimizerSpec
+from infinity.optim.update_rules import Rules, UpdateRule
+from infinity.plan.request import OptimizerSpec, RuleSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """An update rule with its defaults.
+    """An optimizer's update rules, with its defaults.
 
-    name: as log lines show it, such as "AdamW". groups: the parameter groups of the program's own optimizer, if it has
-    brought one.
+    names: of each rule, such as "AdamW". groups: the parameter groups, where they are not those that the program has
+    named beside its configuration: its own optimizer's, or cut in two for Muon. given: whether the optimizer is its
+    own.
     """
 
-    name: str
-    rule: UpdateRule
+    names: tuple[str, ...]
+    rules: Rules
     defaults: dict[str, Any]
     groups: list[dict[str, Any]] | None = None
+    given: bool = False
     # False of what `no_optimizer` returns.
     trains: bool = True
 
     @property
+    def name(self) -> str:
+        """As log lines show it."""
+        return " and ".join(self.names)
+
+    @property
     def way(self) -> str:
         """How it is stepped, in words."""
-        return "in one native pass" if self.rule.joins else "by torch, on fp32 stretches of partitions"
+        ways = (
+            "matrix by matrix" if isinstance(rule, MuonRule)
+            else "in one native pass" if rule.joins else "by torch, on fp32 stretches of partitions"
+            for rule in self.rules
+        )  # fmt: skip
+        return " and ".join(ways)
 
     @property
     def spec(self) -> OptimizerSpec:
         """What the plan has to know of it."""
-        return OptimizerSpec(self.rule.moments, self.rule.guarded, self.trains)
+        several = len(self.names) > 1
+        specs = tuple(
+            RuleSpec(rule.moments, rule.dtype.itemsize if isinstance(rule, MuonRule) else 0, name if several else "")
+            for name, rule in zip(self.names, self.rules, strict=True)
+        )
+        numbers = tuple(map(self.rules.number, self.groups or ())) if several else ()
+        return OptimizerSpec(
+            specs, self.rules.guarded, undoable=not self.rules.scalars, trains=self.trains, rule_of=numbers
+        )  # fmt: skip
 
 
 def no_optimizer() -> Chosen:
     """Return what stands for the optimizer of a model that is only run. It has no parameter to step."""
-    return Chosen("no optimizer", update_rules.none(), {}, trains=False)
+    return Chosen(("no optimizer",), Rules(update_rules.none()), {}, trains=False)
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
     """Choose the rule of an instance that has not stepped; ConfigError if it cannot run on partitions."""
     kind = type(optimizer)
-    native = update_rules.native_rule_of(optimizer)
+    native = _own_rule_of(optimizer)
     if optimizer.state and native is None:
         raise ConfigError(
             f"optimizer {kind.__name__} has states of whole parameters already: pass it to initialize() before its "
@@ -64,24 +85,87 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
         )
     chosen = native if native is not None else TorchRule(optimizer)
     # The very dictionaries, not copies: a scheduler of the given optimizer writes to them.
-    return Chosen(kind.__name__, chosen, dict(optimizer.defaults), optimizer.param_groups)
+    return Chosen((kind.__name__,), Rules(chosen), dict(optimizer.defaults), optimizer.param_groups, given=True)
+
+
+def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
+    """Choose the rules of torch's Muon and of a second optimizer, in either order. ConfigError for any others."""
+    found = sorted(map(from_torch, optimizers), key=lambda each: not isinstance(each.rules[0], MuonRule))
+    kinds = [isinstance(each.rules[0], MuonRule) for each in found]
+    if kinds != [True, False] or found[1].rules[0].start:
+        raise ConfigError(
+            f"optimizer=[{', '.join(each.name for each in found)}]: several optimizers are torch.optim.Muon for some "
+            "parameters and one other for the rest, such as torch.optim.AdamW"
+        )
+    for each, muon in zip(found, kinds, strict=True):
+        for group in each.groups or ():
+            group["use_muon"] = muon
+    # In the program's order, which its schedulers may count on.
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    _check_disjoint(groups)
+    names, rules = tuple(each.name for each in found), Rules(*(each.rules[0] for each in found))
+    return Chosen(names, rules, dict(found[0].defaults), groups, given=True)
+
+
+def _check_disjoint(groups: Sequence[Mapping[str, Any]]) -> None:
+    params = [id(param) for group in groups for param in group["params"]]
+    if len(params) != len(set(params)):
+        raise ConfigError("optimizer=[...]: a parameter is in two of the optimizers: give it to one of them")
 
 
 def from_name(name: str, params: Mapping[str, Any]) -> Chosen:
     """Choose the rule of one of the configuration's types. params: all its hyper-parameters."""
     if name == "Lion":
-        return Chosen(name, update_rules.lion(), dict(params))
+        return Chosen((name,), Rules(update_rules.lion()), dict(params))
     template = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **params)
     template.state.clear()
     native = update_rules.native_rule_of(template)
-    return Chosen(name, native if native is not None else TorchRule(template), dict(template.defaults))
+    rule: UpdateRule = native if native is not None else TorchRule(template)
+    return Chosen((name,), Rules(rule), dict(template.defaults))
 
 
 def adam_from_params(params: Mapping[str, Any], *, decoupled: bool) -> Chosen:
     """Choose Adam's rule, or AdamW's if `decoupled`, with DeepSpeed's hyper-parameters."""
     defaults = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay")}
     chosen = update_rules.adam(decoupled=decoupled, bias_correction=params["bias_correction"])
-    return Chosen("AdamW" if decoupled else "Adam", chosen, defaults)
+    return Chosen(("AdamW" if decoupled else "Adam",), Rules(chosen), defaults)
+
+
+def muon_and_adamw(params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], hidden: Collection[int]) -> Chosen:
+    """Choose Muon for hidden matrices and AdamW for everything else. ConfigError for what Muon is not for.
+
+    groups: the program's; a group or a parameter with `use_muon` says which steps it, else `hidden` does (by id). What
+    a group names else holds for both of the groups that it becomes.
+    """
+    shared = {key: params[key] for key in ("weight_decay",)}
+    muon = {
+        "lr": params["muon_lr"] or params["lr"], **shared,
+        **{key: params[key] for key in (
+            "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype",
+        )},
+    }  # fmt: skip
+    adamw = {
+        "lr": params["adam_lr"] or params["lr"], **shared, "betas": params["betas"], "eps": params["adam_eps"]
+    }  # fmt: skip
+    made: list[dict[str, Any]] = []
+    for group in groups:
+        parts: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = ([], [])
+        for param in group["params"]:
+            use_muon = group.get("use_muon", getattr(param, "use_muon", id(param) in hidden))
+            parts[not use_muon].append(param)
+        own = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
+        for use_muon, members, defaults in ((True, parts[0], muon), (False, parts[1], adamw)):
+            if members:
+                made.append({**defaults, **own, "params": members, "use_muon": use_muon})
+    rules = Rules(MuonRule(params["ns_dtype"]), update_rules.adam(decoupled=True))
+    return Chosen(("Muon", "AdamW"), rules, {"lr": params["lr"], **shared}, made)
+
+
+def _own_rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
+    """Return the rule with the arithmetic of a torch optimizer; None if torch has to step it."""
+    if update_rules.steps_as(optimizer, torch.optim.Muon):
+        return MuonRule()
+    return update_rules.native_rule_of(optimizer)
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:

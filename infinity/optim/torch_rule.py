@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError
-from infinity.ops.adam import join, split
-from infinity.optim.update_rules import StepSlice
+from infinity.optim.update_rules import StepSlice, masters_of, put_masters
 from infinity.plan.request import kinds_of
 
 # Elements that are stepped at once; this bounds the fp32 copies.
@@ -35,6 +34,7 @@ class TorchRule:
     """An `UpdateRule` that steps slices with clones of `template`, an instance that has not stepped."""
 
     joins = False
+    scalars = True
     guarded = False
     start = 0.0
     counted = False
@@ -82,7 +82,7 @@ class TorchRule:
 
     def _step(self, piece: StepSlice, at: slice, grad_scale: float, grad_bound: float) -> None:
         segment = piece.segment
-        param = torch.nn.Parameter(_load(piece, at))
+        param = torch.nn.Parameter(masters_of(piece, at))
         param.grad = (piece.grad[at].float() * grad_scale).clamp_(-grad_bound, grad_bound)
         optimizer = _clone(self._template, piece.hyper, [param])
         if segment.step > 1:
@@ -95,7 +95,7 @@ class TorchRule:
             for name, moment in zip(self.names, piece.moments, strict=True):
                 if state[name].data_ptr() != moment[at].data_ptr():
                     moment[at].copy_(state[name])
-            _store(piece, at, param.detach())
+            put_masters(piece, at, param.detach())
         self._scalars[segment.name, segment.step] = {
             name: copy.deepcopy(value) for name, value in state.items() if name not in self.names
         }
@@ -125,25 +125,6 @@ def _clone(
         groups[0]["foreach"] = False
     own.update({name: OrderedDict() for name in hooks}, param_groups=groups, state=defaultdict(dict))
     return clone
-
-
-def _load(piece: StepSlice, at: slice) -> Tensor:
-    """Return the fp32 master weights of a chunk: the partition's own memory, or a copy."""
-    if piece.master is not None:
-        return piece.master[at]
-    if piece.remainder is None:
-        return piece.param[at]
-    return join(piece.param[at].cpu(), piece.remainder[at].cpu()).to(piece.param.device)
-
-
-def _store(piece: StepSlice, at: slice, weight: Tensor) -> None:
-    """Write the stepped master weights [numel] (fp32) of a chunk back."""
-    if piece.remainder is not None:
-        rounded, remainder = split(weight.cpu())
-        piece.param[at].copy_(rounded)
-        piece.remainder[at].copy_(remainder)
-    elif piece.master is not None:
-        piece.param[at].copy_(weight)
 
 
 def _options(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,17 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError, StateError
-from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, adam_step
+from infinity.ops.adam import (
+    AdagradHyper,
+    AdamHyper,
+    Hyper,
+    LionHyper,
+    MomentumHyper,
+    Piece,
+    adam_step,
+    join,
+    split,
+)
 from infinity.plan.layout import Slice, UnitLayout
 from infinity.plan.types import ADAM_MOMENTS, Kind
 
@@ -59,7 +69,7 @@ class LionOptimizer(torch.optim.Optimizer):
 class Segment(NamedTuple):
     """A range of a slice that is stepped at once: one parameter group, one step count.
 
-    name: the parameter's, if the rule does not step several parameters at once; else empty.
+    Where the rule does not step several parameters at once, also name and shape of its parameter, else empty.
     """
 
     start: int
@@ -67,6 +77,7 @@ class Segment(NamedTuple):
     group: int
     step: int
     name: str = ""
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,12 @@ class StepContext:
     arrived: Mapping[int, Sequence[bool]]
     steps: Mapping[int, Sequence[int]]
     begun: Any = None
+
+    def stepped(self, layout: UnitLayout) -> dict[str, Any]:
+        """Return the hyper-parameters of a unit's parameters that are stepped, by name."""
+        flags = zip(layout.slots, self.arrived[layout.index], strict=True)
+        names = [slot.name for slot, arrived in flags if arrived and slot.name in self.group_of]
+        return {name: self.hyper[self.group_of[name]] for name in names}
 
     def segments(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Segment]:
         """Cut a slice into segments; leave out parameters without a gradient or a group.
@@ -114,8 +131,8 @@ class StepContext:
                 stop = overlap.range_start + overlap.numel
                 segments[-1] = segments[-1]._replace(numel=stop - segments[-1].start)
             else:
-                name = "" if joins else overlap.slot.name
-                segments.append(Segment(overlap.range_start, overlap.numel, group, step, name))
+                whose = () if joins else (overlap.slot.name, overlap.slot.whole_shape)
+                segments.append(Segment(overlap.range_start, overlap.numel, group, step, *whose))
             joined = True
         return segments
 
@@ -140,6 +157,25 @@ class StepSlice:
     master: Tensor | None
 
 
+def masters_of(piece: StepSlice, at: slice) -> Tensor:
+    """Return the fp32 master weights of a chunk: the partition's own memory, or a copy."""
+    if piece.master is not None:
+        return piece.master[at]
+    if piece.remainder is None:
+        return piece.param[at]
+    return join(piece.param[at].cpu(), piece.remainder[at].cpu()).to(piece.param.device)
+
+
+def put_masters(piece: StepSlice, at: slice, weight: Tensor) -> None:
+    """Write the stepped master weights [numel] (fp32) of a chunk back."""
+    if piece.remainder is not None:
+        rounded, remainder = split(weight.cpu())
+        piece.param[at].copy_(rounded)
+        piece.remainder[at].copy_(remainder)
+    elif piece.master is not None:
+        piece.param[at].copy_(weight)
+
+
 class UpdateRule(Protocol):
     """Steps slices; reads hyper-parameters from a parameter group."""
 
@@ -152,6 +188,8 @@ class UpdateRule(Protocol):
     counted: bool
     # Whether one slice may hold several parameters.
     joins: bool
+    # Whether it keeps values of a parameter beside the states of its elements.
+    scalars: bool
     # Whether elements whose gradient is not finite are left unchanged: then a step may begin before all are known.
     guarded: bool
 
@@ -168,6 +206,38 @@ class UpdateRule(Protocol):
         """Take back what `parameter_scalars` returned."""
 
 
+class Rules:
+    """The update rules of a run, by their numbers in the plan: one, or one for matrices and one for everything else."""
+
+    def __init__(self, *rules: UpdateRule) -> None:
+        self._rules = rules
+        self.guarded = all(rule.guarded for rule in rules)
+        self.scalars = any(rule.scalars for rule in rules)
+
+    def __getitem__(self, number: int) -> UpdateRule:
+        return self._rules[number]
+
+    def __iter__(self) -> Iterator[UpdateRule]:
+        return iter(self._rules)
+
+    def number(self, group: Mapping[str, Any]) -> int:
+        """Return the number of the rule that a parameter group names."""
+        return 0 if len(self._rules) == 1 or group["use_muon"] else 1
+
+    def hyper(self, group: Mapping[str, Any]) -> Any:
+        """Return a parameter group's hyper-parameters as they are now."""
+        return self._rules[self.number(group)].hyper(group)
+
+    def parameter_scalars(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """Return what rules keep of a parameter in one value, by name. steps: the step count of each."""
+        return {name: values for rule in self._rules for name, values in rule.parameter_scalars(steps).items()}
+
+    def load_parameter_scalars(self, scalars: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+        """Take back what `parameter_scalars` returned."""
+        for rule in self._rules:
+            rule.load_parameter_scalars(scalars, steps)
+
+
 class NativeHyper(NamedTuple):
     """Hyper-parameters of a native rule. sign: -1.0 where the group maximizes, which turns its gradients around."""
 
@@ -182,6 +252,7 @@ class NativeRule:
     """
 
     joins = True
+    scalars = False
     guarded = True
 
     def __init__(
@@ -287,19 +358,19 @@ def native_rule_of(optimizer: torch.optim.Optimizer) -> NativeRule | None:
     groups = optimizer.param_groups
     if any(group.get(key) for group in groups for key in ("amsgrad", "differentiable")):
         return None
-    if _steps_as(optimizer, LionOptimizer):
+    if steps_as(optimizer, LionOptimizer):
         return lion()
-    if _steps_as(optimizer, torch.optim.Adam):
+    if steps_as(optimizer, torch.optim.Adam):
         return adam(decoupled=isinstance(optimizer, torch.optim.AdamW))
     starts = {group.get("initial_accumulator_value") for group in groups}
-    if _steps_as(optimizer, torch.optim.Adagrad) and len(starts) == 1:
+    if steps_as(optimizer, torch.optim.Adagrad) and len(starts) == 1:
         return adagrad(float(groups[0]["initial_accumulator_value"]))
-    if _steps_as(optimizer, torch.optim.SGD) and all(group["momentum"] for group in groups):
+    if steps_as(optimizer, torch.optim.SGD) and all(group["momentum"] for group in groups):
         return momentum()
     return None
 
 
-def _steps_as(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
+def steps_as(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
     """Return whether an optimizer is `kind`, or of a subclass that leaves its arithmetic alone.
 
     Torch and others replace functions of torch's classes by wrappers (dynamo, profilers), so these are known by their

@@ -65,7 +65,8 @@ class _Filling:
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
             self._add(Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
         # All of it from the beginning: what the kernel is told of as buffers for I/O, it holds.
-        self._add(Tier.CPU, Kind.POOL, plan.pools.in_cpu_nbytes - plan.pools.staging_nbytes)
+        pools = plan.pools
+        self._add(Tier.CPU, Kind.POOL, pools.in_cpu_nbytes - pools.staging_nbytes - pools.direction_nbytes)
         self._own = {layout.index: _own_nbytes(layout, model_dtype) for layout in plan.layouts}
         self._own_left = sum(self._own.values())
         self._own_max = self._own_left

@@ -33,7 +33,15 @@ from infinity.plan.capacity import Capacity
 from infinity.plan.filling import in_process, initial_nbytes
 from infinity.plan.plan import SPLIT_NUMEL_MIN, SUB_GROUPS_MAX, Plan, make_plan
 from infinity.plan.request import OptimizerSpec, PlanRequest, optimizer_spec
-from infinity.plan.spec import ModelSpec, ModuleNode, UnitRules, checkpointed_blocks, find_units
+from infinity.plan.spec import (
+    ModelSpec,
+    ModuleNode,
+    ParamSpec,
+    UnitRules,
+    checkpointed_blocks,
+    find_units,
+    hidden_matrices,
+)
 from infinity.plan.stages import PipelinePart, SplitPlan, StageCut, part_of, split_model
 from infinity.plan.tensor_axis import TensorAxis
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier, Topology
@@ -263,8 +271,11 @@ class PlanInputs:
     numels: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self._chosen.trains:
+        chosen = self._chosen
+        if not chosen.trains:
             object.__setattr__(self, "node", self.node.frozen())
+        if len(chosen.rules) > 1:
+            object.__setattr__(self, "node", _ruled(self.node, chosen))
         specs = self.node.all_params().values()
         trained = sum(spec.numel for spec in specs if spec.trainable)
         object.__setattr__(self, "numels", (sum(spec.numel for spec in specs), trained))
@@ -405,7 +416,7 @@ class PlanInputs:
             param_cpu_numel=config.param_cpu_numel,
             state_buffers=config.state_buffers, drive=config.nvme_path is not None, compute_dtype=compute,
             grad_dtype=config.grad_accum_dtype or ("fp32" if several else compute),
-            communication_dtype=config.communication_dtype or compute, moments=optimizer.moments,
+            communication_dtype=config.communication_dtype or compute, rules=optimizer.rules,
             sub_group_numel=zero.sub_group_size, prefetch_numel=zero.stage3_prefetch_bucket_size,
             persistence_numel=zero.stage3_param_persistence_threshold,
             persistent_total_numel=zero.stage3_model_persistence_threshold,
@@ -414,7 +425,10 @@ class PlanInputs:
             reduces_once=config.sections.parallel.reduce == "step", overlap=config.sections.overlap,
             steps_early=config.steps_early and optimizer.guarded,
             recorded=config.sections.checkpoint.every_step != "off" and optimizer.trains,
-            speculates=config.sections.overlap and optimizer.guarded and not config.steps_early and speculates,
+            speculates=(
+                config.sections.overlap and optimizer.undoable and speculates
+                and not (config.steps_early and optimizer.guarded)
+            ),
         )  # fmt: skip
 
     @property
@@ -429,7 +443,7 @@ class PlanInputs:
             merge_numel_max=zero.stage3_param_persistence_threshold, block_classes=self.blocks,
             leaf_classes=tuple(name.rpartition(".")[2] for name in leaf.classes),
             leaf_names=tuple(leaf.names), leaf_suffixes=tuple(leaf.name_suffixes), whole_numel_max=whole,
-            tile_numel_max=tile,
+            tile_numel_max=tile, updates=self._chosen.rules,
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
@@ -441,6 +455,20 @@ class PlanInputs:
     def _fits_at_rest(self, plan: Plan) -> bool:
         home = plan.bytes_at_home()
         return self.limits.fits({tier: sum(kinds.values()) - kinds.get(Kind.POOL, 0) for tier, kinds in home.items()})
+
+
+def _ruled(node: ModuleNode, optimizer: OptimizerSpec) -> ModuleNode:
+    """The tree with the number of each parameter's update rule."""
+    if optimizer.rule_of:
+        return node.with_params(lambda spec: replace(spec, rule=optimizer.number(spec.group) if spec.trainable else 0))
+    hidden = hidden_matrices(node)
+
+    def numbered(spec: ParamSpec) -> ParamSpec:
+        # An engine makes a parameter group of each.
+        number = int(spec.name not in hidden)
+        return replace(spec, rule=number, group=number) if spec.trainable else spec
+
+    return node.with_params(numbered)
 
 
 # What limits and wishes may have made of a request.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from infinity.plan.shards import Replica, Shard
@@ -86,6 +87,8 @@ class UnitLayout:
     slots: tuple[Slot, ...]
     numel: int
     replica: Replica = Replica.NONE
+    # The number of the update rule that steps it.
+    rule: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +98,11 @@ class UnitLayout:
     def is_tile(self) -> bool:
         """Whether it is one of the tiles of a weight."""
         return any(slot.is_tile for slot in self.slots)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a tensor axis leaves each of its ranks a shard of the parameters."""
+        return any(slot.shard is not None and slot.shard.parts > 1 for slot in self.slots)
 
     def partition_numel(self, parts: int) -> int:
         """Elements of one of `parts` equal partitions."""
@@ -164,6 +172,7 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
                 slots=tuple(slots),
                 numel=align_up(offset, parts * PARTITION_ALIGNMENT),
                 replica=unit.replica,
+                rule=unit.rule,
             )  # fmt: skip
         )
     return tuple(layouts)
@@ -171,12 +180,14 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
 
 def cut_sub_groups(
     layouts: tuple[UnitLayout, ...], parts: int, numel_max: int, apart: frozenset[int] = frozenset(),
-    alone: frozenset[int] = frozenset(),
+    alone: frozenset[int] = frozenset(), matrices: frozenset[int] = frozenset(),
 ) -> tuple[SubGroup, ...]:  # fmt: skip
     """Cut the trainable partitions into sub-groups of at most `numel_max` elements (rounded up to the alignment).
 
     Small units are joined while they fit; a partition that is too large alone is cut into near-equal slices. Units of
-    which only one is in `apart` (indices) are never joined; one in `alone` is joined with no other.
+    which only one is in `apart` (indices), or that other rules step, are never joined; one in `alone` is joined with no
+    other. The rules in `matrices` (numbers) step whole matrices: their units are cut between parameters, however large
+    one is, and where several ranks share them not at all.
     """
     numel_max = align_up(max(numel_max, 1), PARTITION_ALIGNMENT)
     groups: list[tuple[Slice, ...]] = []
@@ -193,6 +204,11 @@ def cut_sub_groups(
         numel = layout.partition_numel(parts)
         if not layout.trainable or numel == 0:
             continue
+        if numel > numel_max and layout.rule in matrices:
+            close()
+            whole = [Slice(layout.index, 0, numel)] if parts > 1 else _between_slots(layout, numel, numel_max)
+            groups.extend((piece,) for piece in whole)
+            continue
         if numel > numel_max:
             close()
             count = -(-numel // numel_max)
@@ -201,12 +217,33 @@ def cut_sub_groups(
             continue
         joined = bool(open_slices) and (open_slices[-1].unit in apart) == (layout.index in apart)
         joined = joined and not {open_slices[-1].unit, layout.index} & alone
+        joined = joined and layouts[open_slices[-1].unit].rule == layout.rule
         if open_numel + numel > numel_max or not joined:
             close()
         open_slices.append(Slice(layout.index, 0, numel))
         open_numel += numel
     close()
     return tuple(SubGroup(index, slices) for index, slices in enumerate(groups))
+
+
+def _between_slots(layout: UnitLayout, numel: int, numel_max: int) -> Iterator[Slice]:
+    """A unit's only partition in slices that begin with a slot, with as many slots as `numel_max` has room for."""
+    begin = 0
+    for at, end in pairwise((*(slot.offset for slot in layout.slots), numel)):
+        if end - begin > numel_max and at > begin:
+            yield Slice(layout.index, begin, at - begin)
+            begin = at
+    yield Slice(layout.index, begin, numel - begin)
+
+
+def matrix_owners(layout: UnitLayout, ranks: int) -> tuple[int, ...]:
+    """The rank that makes each of a unit's matrices orthogonal: the costliest first, each to who has least to do."""
+    costs = [math.prod(slot.whole_shape) * min(slot.whole_shape, default=0) for slot in layout.slots]
+    loads, owners = [0] * ranks, [0] * len(costs)
+    for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
+        owners[at] = loads.index(min(loads))
+        loads[owners[at]] += costs[at]
+    return tuple(owners)
 
 
 def states_of(groups: Sequence[SubGroup], unit: int) -> Iterator[tuple[Key, Slice, int]]:

@@ -11,6 +11,7 @@ from itertools import groupby, islice
 
 from infinity.plan.layout import SubGroup, UnitLayout
 from infinity.plan.placement import Placement
+from infinity.plan.request import RuleSpec
 from infinity.plan.types import (
     ADAM_MOMENTS,
     ArraySection,
@@ -139,7 +140,7 @@ def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -
 
 def make_partitions(
     layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement, *, compute_dtype: str,
-    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS, undone: Sequence[int] = (), recorded: bool = False,
+    grad_dtype: str, rules: Sequence[RuleSpec] = (RuleSpec(),), undone: Sequence[int] = (), recorded: bool = False,
 ) -> tuple[tuple[PartitionSpec, ...], int]:  # fmt: skip
     """Return every partition, those of units first, then one for each sub-group; and the size of all files together.
 
@@ -154,14 +155,14 @@ def make_partitions(
         if layout.trainable:
             sections = pack_sections([(Kind.GRAD, grad_dtype, numel)])
             made.append((Key(Kind.GRAD, layout.index), sections, placed.grad))
-    kinds = states_kinds(compute_dtype, moments)
+    kinds = [states_kinds(compute_dtype, rule.moments) for rule in rules]
     # There are thousands of sub-groups, and few sizes.
-    by_numel: dict[int, tuple[ArraySection, ...]] = {}
+    by_numel: dict[tuple[int, int], tuple[ArraySection, ...]] = {}
     for group, home in zip(groups, placement.states, strict=True):
-        numel = group.numel
-        if numel not in by_numel:
-            by_numel[numel] = pack_sections([(kind, dtype, numel) for kind, dtype in kinds])
-        made.append((Key(Kind.STATES, group.index), by_numel[numel], home))
+        numel, rule = group.numel, layouts[group.slices[0].unit].rule
+        if (numel, rule) not in by_numel:
+            by_numel[numel, rule] = pack_sections([(kind, dtype, numel) for kind, dtype in kinds[rule]])
+        made.append((Key(Kind.STATES, group.index), by_numel[numel, rule], home))
     specs = []
     # The ends of the tiers' files.
     ends: Counter[Tier] = Counter()

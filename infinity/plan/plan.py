@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -53,7 +54,7 @@ from infinity.plan.placement import (
 )
 from infinity.plan.pools import Scratch, around_nbytes, left_nbytes, make_scratch, tiles_in_words
 from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
-from infinity.plan.request import PlanRequest
+from infinity.plan.request import PlanRequest, RuleSpec
 from infinity.plan.shards import Shard
 from infinity.plan.spec import ModelSpec
 from infinity.plan.stages import PipelinePart, step_uses
@@ -149,12 +150,17 @@ class Pools:
     left_nbytes: int = 0
     # What reductions of a unit's gradients work in.
     scratch: Scratch = field(default_factory=Scratch)
+    # One matrix at a time that is made orthogonal, and on the device the momenta of a unit that ranks share, in CPU
+    # memory what goes to the device and comes back.
+    matrix_nbytes: int = 0
+    momenta_nbytes: int = 0
+    direction_nbytes: int = 0
 
     @property
     def in_cpu_nbytes(self) -> int:
         """Bytes of the arenas in CPU memory together."""
         arenas = self.param_nbytes + self.states_nbytes + self.grad_nbytes
-        return arenas + self.staging_nbytes + self.undo_nbytes + self.copies_nbytes
+        return arenas + self.staging_nbytes + self.undo_nbytes + self.copies_nbytes + self.direction_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +241,21 @@ class Plan:
         return frozenset(unit for unit in self.shared if part is not None and not part.tells(unit))
 
     def visible(self, group: SubGroup) -> bool:
-        """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole, and do
-        not follow their partitions one by one.
+        """Whether a sub-group is stepped before `step()` returns: ranks meet in it, or it changes parameters that the
+        program sees without a gather, those that stay whole and do not follow their partitions one by one.
         """
-        units = (self.placement.units[piece.unit] for piece in group.slices)
-        return any(placed.whole and not placed.refreshed_apart for placed in units)
+        units = [self.placement.units[piece.unit] for piece in group.slices]
+        return self.meets(group) or any(placed.whole and not placed.refreshed_apart for placed in units)
+
+    def rule_of(self, group: SubGroup) -> RuleSpec:
+        """The update rule of a sub-group."""
+        return self.request.rules[self.layouts[group.slices[0].unit].rule]
+
+    def meets(self, group: SubGroup) -> bool:
+        """Whether all ranks step a sub-group together: each has parts of matrices that are stepped whole."""
+        units = [piece.unit for piece in group.slices]
+        shared = any(self.placement.units[unit].parts > 1 or self.layouts[unit].is_cut for unit in units)
+        return self.rule_of(group).matrices and shared
 
     def refreshed_at_use(self, unit: int) -> bool:
         """Whether a unit that stays whole is brought up to date when it is used next. See [Note: refresh]."""
@@ -365,6 +381,7 @@ class Plan:
         table = self.bytes_at_home()
         _add(table, Tier.GPU, Kind.FULL, self.pools.gathered_nbytes)
         _add(table, Tier.GPU, Kind.FULL_GRAD, self.pools.left_nbytes + self.pools.scratch.nbytes)
+        _add(table, Tier.GPU, Kind.POOL, self.pools.matrix_nbytes + self.pools.momenta_nbytes)
         _add(table, Tier.CPU, Kind.POOL, self.pools.in_cpu_nbytes)
         return table
 
@@ -464,9 +481,13 @@ def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
     return replace(request, live_numel=live, prefetch_numel=min(ahead, live // 2), split_numel=split)
 
 
-def states_nbytes(request: PlanRequest) -> int:
-    """Bytes of an element's optimizer states."""
-    return sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, request.moments))
+def states_nbytes(request: PlanRequest, rule: int | None = None) -> int:
+    """Bytes of an element's optimizer states under a rule; None: the one that keeps most."""
+    each = [
+        sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, spec.moments))
+        for spec in request.rules
+    ]
+    return max(each) if rule is None else each[rule]
 
 
 def _state_buffers(request: PlanRequest) -> int:
@@ -521,7 +542,8 @@ class _Draft:
         whole = always_whole(layouts, request) if self._params_open else whole_units(layouts, request, dp, params)
         # A unit that may stay whole or not is joined with no other.
         alone = frozenset(range(len(layouts))) - whole if self._params_open else frozenset[int]()
-        return cut_sub_groups(layouts, parts, numel_max, apart=whole, alone=alone)
+        matrices = frozenset(number for number, rule in enumerate(request.rules) if rule.matrices)
+        return cut_sub_groups(layouts, parts, numel_max, apart=whole, alone=alone, matrices=matrices)
 
     def _state_homes(self) -> tuple[Tier, ...]:
         """The home of each sub-group's states. Where only a share is to leave the device, those nearest the input stay.
@@ -567,7 +589,7 @@ class _Draft:
         if request.optimizer_tier is None:
             grad = DTYPE_NBYTES[request.grad_dtype]
             for group in self._groups:
-                nbytes = group.numel * states_nbytes(request)
+                nbytes = group.numel * states_nbytes(request, self._layouts[group.slices[0].unit].rule)
                 values.append(
                     Value(Key(Kind.STATES, group.index), nbytes, nbytes + group.numel * grad, STATES_TRAFFIC * nbytes)
                 )
@@ -588,7 +610,7 @@ class _Draft:
         policy = make_policy(request, topology, layouts, placement, undone)
         partitions, nvme_nbytes = make_partitions(
             layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype,
-            moments=request.moments, undone=undone, recorded=request.recorded,
+            rules=request.rules, undone=undone, recorded=request.recorded,
         )  # fmt: skip
         width = DTYPE_NBYTES[request.compute_dtype]
         fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
@@ -653,7 +675,28 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
             layouts, placement, dp=plan.topology.dp, wire=request.communication_dtype, grad_dtype=request.grad_dtype,
             accelerator=request.accelerator, accumulates=request.accumulates,
         ),  # fmt: skip
+        **matrix_pools(plan),
     )
+
+
+def matrix_pools(plan: Plan) -> dict[str, int]:
+    """Bytes of the pools in which matrices are made orthogonal: the largest one's."""
+    request, matrix, momenta, direction = plan.request, 0, 0, 0
+    for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
+        width = request.rules[layout.rule].matrix_width
+        if not (layout.trainable and width):
+            continue
+        largest = max(slot.numel for slot in layout.slots)
+        for slot in layout.slots:
+            pieces = (math.prod(slot.whole_shape) * width, min(slot.whole_shape) ** 2 * width)
+            matrix = max(matrix, 2 * sum(align_up(nbytes, CACHE_LINE) for nbytes in pieces))
+        # Of a unit that ranks share: what this rank has before and after, and the whole unit's, of all shards.
+        own, meets = layout.numel // placed.parts * width, placed.parts > 1 or layout.is_cut
+        shards = 1 + plan.topology.tp if layout.is_cut else 1
+        momenta = max(momenta, shards * layout.numel * width + 2 * own if meets else 0)
+        if request.accelerator:
+            direction = max(direction, own if meets else largest * width)
+    return {"matrix_nbytes": matrix, "momenta_nbytes": momenta, "direction_nbytes": direction}
 
 
 def _undo_nbytes(plan: Plan) -> int:
@@ -702,7 +745,7 @@ def _in_device_tensors(home: Tier, request: PlanRequest) -> bool:
 @dataclass(frozen=True, slots=True)
 class ModelParam:
     """A parameter: its shape before a tensor axis cuts it by `shard`, its dtype, its optimizer parameter group when the
-    plan was made (-1 for one that is frozen).
+    plan was made (-1 for one that is frozen), the number of the update rule that steps it.
 
     holders: the pipeline indices of the ranks that have it, in order.
     """
@@ -713,6 +756,7 @@ class ModelParam:
     group: int
     shard: Shard | None
     holders: tuple[int, ...]
+    rule: int = 0
 
     @property
     def trainable(self) -> bool:
@@ -733,7 +777,7 @@ def model_params(plan: Plan) -> dict[str, ModelParam]:
 def _own(plan: Plan) -> Iterator[ModelParam]:
     for layout in plan.layouts:
         for slot in layout.slots:
-            yield ModelParam(slot.name, slot.whole_shape, layout.dtype, slot.group, slot.shard, (0,))
+            yield ModelParam(slot.name, slot.whole_shape, layout.dtype, slot.group, slot.shard, (0,), layout.rule)
 
 
 def _of_all_stages(part: PipelinePart) -> Iterator[ModelParam]:
@@ -741,7 +785,7 @@ def _of_all_stages(part: PipelinePart) -> Iterator[ModelParam]:
         holders = part.split.holders(number)
         for spec in unit.params:
             shape = spec.shape if spec.shard is None else spec.shard.whole_shape(spec.shape)
-            yield ModelParam(spec.name, shape, unit.dtype, spec.group, spec.shard, holders)
+            yield ModelParam(spec.name, shape, unit.dtype, spec.group, spec.shard, holders, unit.rule)
 
 
 def place_of_buffer(plan: Plan, name: str) -> int:

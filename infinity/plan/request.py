@@ -7,14 +7,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity.config.training import Adagrad, Adam, Adamax, AnyOptimizer, Lion, Nadam, Rmsprop, Sgd
+from infinity.config.training import Adagrad, Adam, Adamax, AnyOptimizer, Lion, Muon, Nadam, Rmsprop, Sgd
 from infinity.errors import ConfigError
-from infinity.plan.types import ADAM_MOMENTS, Kind, Tier
+from infinity.plan.types import ADAM_MOMENTS, DTYPE_NBYTES, Kind, Tier
 
 # A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
 # memory, and makes the first forward units wait longer for their step. It is also fine enough a grain to divide states
 # between tiers by. The configuration's bound may be lower.
 SPLIT_NUMEL = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSpec:
+    """What a plan has to know of one update rule.
+
+    moments: what it keeps of an element beside the master weight, in fp32. matrix_width: of one that looks at whole
+    matrices, bytes of an element in its products, else 0. name: as units show it where there are several rules.
+    """
+
+    moments: tuple[Kind, ...] = ADAM_MOMENTS
+    matrix_width: int = 0
+    name: str = ""
+
+    @property
+    def matrices(self) -> bool:
+        """Whether it steps whole matrices."""
+        return self.matrix_width > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +58,8 @@ class PlanRequest:
     compute_dtype: str = "fp32"
     grad_dtype: str = "fp32"
     communication_dtype: str = "fp32"
-    # What the optimizer keeps of an element beside the master weight, in fp32.
-    moments: tuple[Kind, ...] = ADAM_MOMENTS
+    # The optimizer's rules; a unit is stepped by one of them.
+    rules: tuple[RuleSpec, ...] = (RuleSpec(),)
     sub_group_numel: int = 1_000_000_000
     # What a sub-group needs at most where states may move; see `SPLIT_NUMEL`.
     split_numel: int = SPLIT_NUMEL
@@ -80,16 +98,28 @@ _NAMELESS = (Kind.STATE_1, Kind.STATE_2, Kind.STATE_3, Kind.STATE_4)
 class OptimizerSpec:
     """What a plan has to know of an optimizer."""
 
-    # States of an element beside its master weight.
-    moments: tuple[Kind, ...] = ADAM_MOMENTS
+    rules: tuple[RuleSpec, ...] = (RuleSpec(),)
     # Whether it leaves elements alone whose gradient is not finite, so that a step may begin before all are known.
     guarded: bool = True
+    # Whether a step can be undone by putting its values back: it keeps nothing beside them.
+    undoable: bool = True
     # Whether there is one.
     trains: bool = True
+    # By parameter group, the number of the rule that steps it. Empty: of two rules the first steps hidden matrices.
+    rule_of: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, *moments: Kind, guarded: bool = True) -> OptimizerSpec:
+        """Of an elementwise optimizer. What is not guarded is torch's, which keeps values of a parameter, too."""
+        return cls((RuleSpec(moments),), guarded, undoable=guarded)
+
+    def number(self, group: int) -> int:
+        """The number of the rule that steps a parameter group."""
+        return self.rule_of[group] if self.rule_of else 0
 
 
 # Of a model that is only run: every parameter is frozen, whatever it says of itself.
-NO_OPTIMIZER = OptimizerSpec((), trains=False)
+NO_OPTIMIZER = OptimizerSpec((RuleSpec(()),), trains=False)
 
 
 def optimizer_spec(section: AnyOptimizer | None) -> OptimizerSpec:
@@ -99,20 +129,24 @@ def optimizer_spec(section: AnyOptimizer | None) -> OptimizerSpec:
             return NO_OPTIMIZER
         case Adam():
             return OptimizerSpec()
+        case Muon(params=params):
+            muon = RuleSpec((Kind.MOMENTUM_BUFFER,), DTYPE_NBYTES[params.ns_dtype], "Muon")
+            return OptimizerSpec((muon, RuleSpec(name="AdamW")), guarded=False)
         case Nadam():
-            return OptimizerSpec(guarded=False)
+            return OptimizerSpec.of(*ADAM_MOMENTS, guarded=False)
         case Lion():
-            return OptimizerSpec((Kind.EXP_AVG,))
+            return OptimizerSpec.of(Kind.EXP_AVG)
         case Adagrad():
-            return OptimizerSpec((Kind.SUM,))
+            return OptimizerSpec.of(Kind.SUM)
         case Sgd(params=params):
-            return OptimizerSpec((Kind.MOMENTUM_BUFFER,) if params.momentum else (), guarded=bool(params.momentum))
+            kept = (Kind.MOMENTUM_BUFFER,) if params.momentum else ()
+            return OptimizerSpec.of(*kept, guarded=bool(params.momentum))
         case Rmsprop(params=params):
             buffer = (Kind.MOMENTUM_BUFFER,) if params.momentum else ()
             mean = (Kind.GRAD_AVG,) if params.centered else ()
-            return OptimizerSpec((Kind.SQUARE_AVG, *buffer, *mean), guarded=False)
+            return OptimizerSpec.of(Kind.SQUARE_AVG, *buffer, *mean, guarded=False)
         case Adamax():
-            return OptimizerSpec((Kind.EXP_AVG, Kind.EXP_INF), guarded=False)
+            return OptimizerSpec.of(Kind.EXP_AVG, Kind.EXP_INF, guarded=False)
 
 
 def kinds_of(names: tuple[str, ...]) -> tuple[Kind, ...]:

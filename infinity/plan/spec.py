@@ -27,6 +27,7 @@ from typing import Any
 from infinity.config.resolve import ResolvedConfig
 from infinity.errors import ConfigError
 from infinity.plan.prefetch import UnitAccess
+from infinity.plan.request import RuleSpec
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES
 
@@ -82,7 +83,8 @@ class ParamSpec:
     """One parameter. `group` is its optimizer parameter group, -1 for a frozen one; `tied` are its other names.
 
     Of a tile, `start` is its first element in the parameter and `tile_numel` its size; `shape` is the parameter's.
-    Where a tensor axis cuts the parameter by `shard`, all of these are the shard's. `replica`: what is not cut.
+    Where a tensor axis cuts the parameter by `shard`, all of these are the shard's. `replica`: what is not cut. `rule`:
+    the number of the update rule that steps it.
     """
 
     name: str
@@ -94,6 +96,7 @@ class ParamSpec:
     tile_numel: int | None = None
     shard: Shard | None = None
     replica: Replica = Replica.NONE
+    rule: int = 0
 
     @property
     def numel(self) -> int:
@@ -185,6 +188,8 @@ class UnitRules:
     # Weights of more elements than the first are cut into tiles of at most the second.
     whole_numel_max: int = 2**63 - 1
     tile_numel_max: int = 2**63 - 1
+    # The optimizer's rules: a unit is stepped by one of them.
+    updates: tuple[RuleSpec, ...] = (RuleSpec(),)
 
     def is_leaf(self, node: ModuleNode) -> bool:
         """Whether `node` must stay one unit because its forward chooses parameters by the data."""
@@ -210,8 +215,8 @@ class UnitRules:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """Parameters gathered by one collective: all of one dtype, all trainable or all frozen, all cut by the tensor axis
-    or all replicated alike.
+    """Parameters gathered by one collective: all of one dtype, all trainable or all frozen, all stepped by one update
+    rule, all cut by the tensor axis or all replicated alike.
 
     `modules` are the module paths whose forward needs the unit: where hooks stand.
     """
@@ -222,6 +227,7 @@ class UnitSpec:
     trainable: bool
     params: tuple[ParamSpec, ...]
     replica: Replica = Replica.NONE
+    rule: int = 0
 
     @property
     def numel(self) -> int:
@@ -298,6 +304,33 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
     return node_of(module, "")
 
 
+def hidden_matrices(root: ModuleNode, heads: Collection[str] = ()) -> frozenset[str]:
+    """Names of the weights that Muon is for, unless the program says which: trained ones of two dimensions that belong
+    to no embedding and to no output head. heads: names of the head's parameters, where a model says what that is; a
+    weight of an embedding's shape that stands in no list of modules is taken for one, too.
+    """
+    found: set[str] = set()
+    others: set[str] = set(heads)
+    nodes = [*root.walk()]
+    tables = {_whole_shape(spec) for node in nodes if _is_table(node) for spec in node.params.values()}
+    for node in nodes:
+        listed = any(part.isdigit() for part in node.path.split("."))
+        for attribute, spec in node.params.items():
+            path = f"{node.path}.{attribute}".lower()
+            apart = _is_table(node) or "embed" in path or "lm_head" in path
+            head = _whole_shape(spec) in tables and not listed
+            (others if apart or head or len(spec.shape) != 2 or not spec.trainable else found).add(spec.name)
+    return frozenset(found - others)
+
+
+def _whole_shape(spec: ParamSpec) -> tuple[int, ...]:
+    return spec.shape if spec.shard is None else spec.shard.whole_shape(spec.shape)
+
+
+def _is_table(node: ModuleNode) -> bool:
+    return node.class_name.startswith("Embedding")
+
+
 def find_units(root: ModuleNode, rules: UnitRules) -> ModelSpec:
     """Cut the tree into units.
 
@@ -361,23 +394,25 @@ def _has_blocks(node: ModuleNode, rules: UnitRules, below: Mapping[int, Mapping[
 
 
 def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str], rules: UnitRules) -> ModelSpec:
-    """Group parameters by (owner, trainable, dtype, replica); merge small left-overs into the root; find the modules
-    that need each unit.
+    """Group parameters by (owner, trainable, dtype, replica, rule); merge small left-overs into the root; find the
+    modules that need each unit.
     """
     specs = root.all_params()
     homes = _homes(root, specs, owners, blocks, rules)
-    groups: dict[tuple[str, bool, str, Replica], list[ParamSpec]] = {}
+    groups: dict[tuple[str, bool, str, Replica, int], list[ParamSpec]] = {}
     tiled = {name: spec for name, spec in specs.items() if name not in owners}
     for name, spec in specs.items():
         if name in tiled:
             continue
-        groups.setdefault((homes[owners[name].path], spec.trainable, spec.dtype, spec.replica), []).append(spec)
+        rule = spec.rule if spec.trainable else 0
+        key = (homes[owners[name].path], spec.trainable, spec.dtype, spec.replica, rule)
+        groups.setdefault(key, []).append(spec)
     nodes = [*root.walk()]
     order = {node.path: index for index, node in enumerate(nodes)}
     hooked = _hooked(root, rules)
     units = []
     in_order = sorted(groups.items(), key=lambda item: (order[item[0][0]], not item[0][1]))
-    for (path, trainable, dtype, replica), members in in_order:
+    for (path, trainable, dtype, replica, rule), members in in_order:
         # Parameters of one optimizer group lie next to each other, so that the optimizer sees few long pieces.
         members = sorted(members, key=lambda spec: spec.group)
         # The root's forward contains every other; a shared module is also called from outside the unit's own.
@@ -387,7 +422,8 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
             for point, shared in hooked[spec.name]
             if path != root.path and point != path and (shared or not point.startswith(path + "."))
         ]
-        suffix = _REPLICATED[replica] + ("" if trainable else " (frozen)")
+        stepped = f" ({rules.updates[rule].name})" if len(rules.updates) > 1 else ""
+        suffix = _REPLICATED[replica] + (stepped if trainable else " (frozen)")
         units.append(
             UnitSpec(
                 name=(path or "(root)") + suffix,
@@ -396,6 +432,7 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
                 trainable=trainable,
                 params=tuple(members),
                 replica=replica,
+                rule=rule,
             )  # fmt: skip
         )
     units = _with_tiles(units, tiled.values(), hooked, order, rules)
@@ -417,7 +454,8 @@ def _tiled(root: ModuleNode, rules: UnitRules) -> frozenset[str]:
         node, leaf = pending.pop()
         leaf = leaf or rules.is_leaf(node)
         for attribute, spec in node.params.items():
-            if leaf or not may_be_cut(node.class_name, attribute, spec.shape):
+            whole = spec.trainable and rules.updates[spec.rule].matrices
+            if leaf or whole or not may_be_cut(node.class_name, attribute, spec.shape):
                 large.discard(spec.name)
         pending += [(child, leaf) for child in node.children.values()]
     return frozenset(large)
@@ -436,7 +474,7 @@ def _with_tiles(
         for index, (start, numel) in enumerate(pieces):
             name = f"{spec.name}, tile {index + 1} of {len(pieces)}" + ("" if spec.trainable else " (frozen)")
             piece = replace(spec, start=start, tile_numel=numel)
-            made.append(UnitSpec(name, modules, spec.dtype, spec.trainable, (piece,), spec.replica))
+            made.append(UnitSpec(name, modules, spec.dtype, spec.trainable, (piece,), spec.replica, spec.rule))
     # Sorting keeps the order of units that begin in one module.
     return sorted([*units, *made], key=lambda unit: order[unit.modules[0]]) if made else units
 

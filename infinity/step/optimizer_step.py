@@ -50,7 +50,8 @@ from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.memory.transaction import Reservation
 from infinity.ops.adam import GradStats
-from infinity.optim.update_rules import StepContext, UpdateRule
+from infinity.optim.muon import MuonRule
+from infinity.optim.update_rules import Rules, StepContext
 from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.partitions import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.plan import Plan, UnitNumbers, model_params
@@ -239,12 +240,15 @@ class OptimizerStep:
 
     def __init__(
         self, plan: Plan, store: TieredStore, groups: ProcessGroups, config: ResolvedConfig, *, device: Device,
-        rule: UpdateRule, scaler: LossScaler | None = None,
+        rules: Rules, scaler: LossScaler | None = None,
     ) -> None:  # fmt: skip
         self._plan = plan
         self._store = store
         self._config = config
-        self.rule = rule
+        self.rules = rules
+        for rule in rules:
+            if isinstance(rule, MuonRule):
+                rule.place(store.matrices, groups.data, groups.tensor)
         # Steps that each parameter of the model has taken, also of other stages: one without a gradient is not stepped,
         # as in torch.
         params = {name: param for name, param in model_params(plan).items() if param.trainable}
@@ -259,7 +263,7 @@ class OptimizerStep:
         self.skips = Skips(limit=config.sections.max_skipped_steps, scaler=scaler)
         self._norms = Norms(plan, store, groups)
         self._updater = SubGroupUpdater(
-            plan, store, rule, device=device, index=groups.data.index, grad_bound=config.clip_value or math.inf
+            plan, store, rules, device=device, index=groups.data.index, grad_bound=config.clip_value or math.inf
         )
         self._worker = StepWorker(store, device)
         self._parts = plan.step_parts()
@@ -268,6 +272,10 @@ class OptimizerStep:
 
     # What is known of it.
 
+    @property
+    def _skips(self) -> bool:
+        """Whether a step whose gradients are not all finite is skipped."""
+        return self._config.checks_gradients or not self.rules.guarded
     @property
     def norm(self) -> float:
         """The gradient norm of the latest step, before clipping; 0 before the first."""
@@ -301,14 +309,14 @@ class OptimizerStep:
 
     def parameter_scalars(self) -> dict[str, dict[str, Any]]:
         """Return what the optimizer keeps of a parameter in one value, by name, for those that this rank steps."""
-        if not self.rule.joins:
+        if self.rules.scalars:
             # A step that goes on changes them.
             self.synchronize()
-        return self.rule.parameter_scalars(self.steps)
+        return self.rules.parameter_scalars(self.steps)
 
     def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
         """Take back what `parameter_scalars()` of all ranks has returned; `steps` are already those of that time."""
-        self.rule.load_parameter_scalars(singles, self.steps)
+        self.rules.load_parameter_scalars(singles, self.steps)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
         """From now on step each parameter with the group that is named for it, and none without. The same on every
@@ -341,7 +349,7 @@ class OptimizerStep:
         # A unit with a parameter that is in no group is stepped with what has arrived.
         if self._backward.may_begin and len(self._group_of) == len(self.steps):
             behind = StepPass(self._parts.hidden, self._store, self._updater, Reservation(pending=True))
-            hyper = tuple(map(self.rule.hyper, groups))
+            hyper = tuple(map(self.rules.hyper, groups))
             self._backward.begin(_EarlyStep(behind, hyper, self._group_of, self.grad_factor))
 
     def landed(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
@@ -397,7 +405,7 @@ class OptimizerStep:
             if not self._plan.policy.speculates:
                 continue
             norm = math.sqrt(self._backward.add(squares)) * self.grad_factor
-            skips = bool(nonfinite) and self._config.checks_gradients
+            skips = bool(nonfinite) and self._skips
             if skips or clip_factor(norm, self._config.clip_norm) < 1.0:
                 self.forget_early("wrong")
 
@@ -460,7 +468,7 @@ class OptimizerStep:
         squares, count, heard = self._norms.of_all_ranks(flags, self._numbers(param_groups), by)
         config, unscale = self._config, self.grad_factor
         norm = math.sqrt(squares) * unscale if not count else math.inf
-        skipped = bool(count) and (config.checks_gradients or not self.rule.guarded)
+        skipped = bool(count) and self._skips
         self.skips.update(skipped)
         if skipped:
             self.forget_early("wrong")
@@ -517,7 +525,7 @@ class OptimizerStep:
         self._move(StepState.STEPPING)
         try:
             self.age += 1
-            hyper = tuple(map(self.rule.hyper, param_groups))
+            hyper = tuple(map(self.rules.hyper, param_groups))
             # A parameter in tiles counts once: its tiles have their gradients together.
             for index, flags in verdict.arrived.items():
                 for slot, flag in zip(self._slots(index), flags, strict=True):

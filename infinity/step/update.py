@@ -20,7 +20,8 @@ from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.memory.transaction import Reservation
-from infinity.optim.update_rules import Segment, StepContext, StepSlice, UpdateRule
+from infinity.optim.muon import MuonRule
+from infinity.optim.update_rules import Rules, Segment, StepContext, StepSlice, UpdateRule
 from infinity.plan.layout import SubGroup
 from infinity.plan.orders import ReadyQueue
 from infinity.plan.partitions import STEP_READS, changed_by, read_by
@@ -34,7 +35,7 @@ def touched_by(groups: Sequence[SubGroup]) -> list[Key]:
 
 
 class SubGroupUpdater:
-    """Steps sub-groups in place with one update rule.
+    """Steps sub-groups in place, each with its update rule.
 
     index: this rank's place among the ranks that share a unit.
     grad_bound: each gradient element is clamped to this magnitude, once scaled; infinity for no clamp.
@@ -46,17 +47,21 @@ class SubGroupUpdater:
     """
 
     def __init__(
-        self, plan: Plan, store: TieredStore, rule: UpdateRule, *, device: Device, index: int, grad_bound: float
+        self, plan: Plan, store: TieredStore, rules: Rules, *, device: Device, index: int, grad_bound: float
     ) -> None:
         self._plan = plan
         self._store = store
-        self._rule = rule
+        self._rules = rules
         self._device = device
         self._index = index
         self._grad_bound = grad_bound
         # Copies out of the staging that may still run, and the bytes of it that the sub-group in work uses.
         self._leaving: list[Transfer] = []
         self._staged_nbytes = 0
+
+    def meets(self, group: SubGroup) -> bool:
+        """Whether all ranks step a sub-group together."""
+        return self._plan.meets(group)
 
     def mark(self) -> Any:
         """Return the device's mark of a step's begin, for what is copied in it."""
@@ -71,7 +76,9 @@ class SubGroupUpdater:
             self._store.read(*read_by(group), by=by) as grads,
             self._store.write(*changed_by(group), by=by) as (states, *params),
         ):
-            slices: list[StepSlice] = []
+            rule = self._rules[self._plan.layouts[group.slices[0].unit].rule]
+            # By the group's slices.
+            found: list[list[StepSlice]] = []
             # What was copied to where the states lie: the copies, and whole parameters with their homes.
             arriving: list[Transfer] = []
             copies: list[tuple[Tensor, Tensor]] = []
@@ -87,14 +94,28 @@ class SubGroupUpdater:
                 layout = self._plan.layouts[piece.unit]
                 parts = self._plan.placement.units[piece.unit].parts
                 first = layout.partition_start(parts, self._index) + piece.start
-                for segment in context.segments(layout, piece, first, joins=self._rule.joins):
-                    span, hyper = slice(segment.start, segment.start + segment.numel), context.hyper[segment.group]
-                    slices.append(self._slice(states, at, local[span], local_grad[span], segment, hyper))
+                found.append([
+                    self._slice(rule, states, at, local, local_grad, segment, context.hyper[segment.group])
+                    for segment in context.segments(layout, piece, first, joins=rule.joins)
+                ])
             for transfer in arriving:
                 self._arrive(transfer, device)
             with trace.span(trace.COMPUTE, "optimizer", states.key, states.spec.nbytes):
-                self._rule.step(slices, grad_scale=context.grad_scale, grad_bound=self._grad_bound)
+                self._apply(rule, group, context, found)
             self._return(copies, context.begun)
+
+    def _apply(
+        self, rule: UpdateRule, group: SubGroup, context: StepContext, found: Sequence[list[StepSlice]]
+    ) -> None:
+        scaled, bound = context.grad_scale, self._grad_bound
+        if not (isinstance(rule, MuonRule) and self._plan.meets(group)):
+            rule.step([each for slices in found for each in slices], grad_scale=scaled, grad_bound=bound)
+            return
+        for piece, slices in zip(group.slices, found, strict=True):
+            layout, parts = self._plan.layouts[piece.unit], self._plan.placement.units[piece.unit].parts
+            rule.step_together(
+                layout, piece, parts, context.stepped(layout), slices, grad_scale=scaled, grad_bound=bound
+            )
 
     def _bring(self, tensor: Tensor, device: torch.device, arriving: list[Transfer], begun: Any) -> Tensor:
         """The tensor, if it lies where the states lie; else a copy that is added to `arriving`."""
@@ -131,13 +152,16 @@ class SubGroupUpdater:
         self._staged_nbytes = 0
 
     def _slice(
-        self, states: Partition, at: int, param: Tensor, grad: Tensor, segment: Segment, hyper: object
+        self, rule: UpdateRule, states: Partition, at: int, param: Tensor, grad: Tensor, segment: Segment, hyper: object
     ) -> StepSlice:
-        """Return a segment with its states. at: where the states of the segment's slice begin in the sub-group's."""
+        """Return a segment with its states. at: where the states of its slice, `param` and `grad`, begin in the
+        sub-group's.
+        """
+        own = slice(segment.start, segment.start + segment.numel)
         span = slice(at + segment.start, at + segment.start + segment.numel)
         kinds = {section.kind for section in states.spec.sections}
         return StepSlice(
-            segment, hyper, param, grad, [states.view(kind)[span] for kind in self._rule.moments],
+            segment, hyper, param[own], grad[own], [states.view(kind)[span] for kind in rule.moments],
             remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
             master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None,
         )  # fmt: skip
@@ -185,7 +209,9 @@ class StepPass:
     def add(self, groups: Sequence[SubGroup], context: StepContext) -> None:
         """Make these sub-groups ready."""
         self.begun.update(group.index for group in groups)
-        self._ready.add(groups, context, partial(in_memory, self._store))
+        # Where ranks meet, they do so in one order.
+        alone = not any(map(self._updater.meets, groups))
+        self._ready.add(groups, context, partial(in_memory, self._store) if alone else lambda group: False)
 
     def fetch_ahead(self, count: int = 1) -> None:
         """Begin to fetch the sub-groups that are next, as far as there is room."""

@@ -130,7 +130,7 @@ class Materializer:
             for (piece, at), unit, partition in zip(group.placed(), units, params, strict=True):
                 self._fill_slice(unit, piece, partition, states, at)
             if self._moments_start:
-                for kind in self._plan.request.moments:
+                for kind in self._plan.rule_of(group).moments:
                     states.view(kind).fill_(self._moments_start)
         return units
 
@@ -140,8 +140,8 @@ class Materializer:
         """
         if self._moments_start:
             return None
-        sections = self._plan.partition(Key(Kind.STATES, group.index)).sections
-        moments = min((section.offset for section in sections if section.kind in self._plan.request.moments), default=0)
+        sections, kept = self._plan.partition(Key(Kind.STATES, group.index)).sections, self._plan.rule_of(group).moments
+        moments = min((section.offset for section in sections if section.kind in kept), default=0)
         exact = all(DTYPES[unit.layout.dtype] is torch.bfloat16 and self._is_exact(unit) for unit in units)
         return 0 if exact else moments
 

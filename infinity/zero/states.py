@@ -75,7 +75,7 @@ class ParameterState:
     exp_avg = _property("exp_avg", "The first moment of Adam, NAdam, Adamax and Lion.")
     exp_avg_sq = _property("exp_avg_sq", "The second moment of Adam and NAdam.")
     exp_inf = _property("exp_inf", "The infinity norm that Adamax keeps.")
-    momentum_buffer = _property("momentum_buffer", "The momentum of SGD and RMSprop.")
+    momentum_buffer = _property("momentum_buffer", "The momentum of SGD, RMSprop and Muon.")
     sum = _property("sum", "The sum of squares that Adagrad keeps.")
     square_avg = _property("square_avg", "The second moment of RMSprop.")
     grad_avg = _property("grad_avg", "The first moment of centred RMSprop.")
@@ -136,7 +136,8 @@ class ParameterState:
             return
         if not self.trainable:
             raise StateError(f"{self._param.name} is frozen and has no {kind}")
-        kept = [moment.value for moment in self._owner.plan.request.moments]
+        rule = self._owner.plan.request.rules[self._param.rule]
+        kept = [moment.value for moment in rule.moments]
         if kind not in ("grad", *kept):
             held = ", ".join(kept) or "nothing"
             raise ValueError(f"{self._param.name} has no {kind!r}: beside the master its optimizer keeps {held}")
