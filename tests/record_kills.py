@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import infinity
 
-STEPS = 48
+STEPS = 160
 _HIDDEN = 64
 
 
