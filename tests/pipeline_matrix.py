@@ -100,10 +100,11 @@ def batches(step: int, row: int = 0, count: int = COUNT) -> list[dict[str, Tenso
 
 def configuration(drive: str, parallel: dict[str, Any], *, count: int = COUNT, **given: Any) -> dict[str, Any]:
     """A configuration with the axes of `parallel`. Gradients of states on NVMe are there, too."""
+    rule = given.pop("rule", "AdamW")
     config = settings(drive, **given)
     if given.get("optimizer") == "nvme":
         config["zero_optimization"]["offload_gradients"] = {"device": "nvme"}
-    config["optimizer"] = {"type": "AdamW", "params": ADAM}
+    config["optimizer"] = {"type": rule, "params": ADAM if rule == "AdamW" else {"lr": 1e-3}}
     config |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": count}
     return config | ({"parallel": parallel} if parallel else {})
 
@@ -122,7 +123,8 @@ def digests(engine: Any) -> dict[str, str]:
     found = {}
     for name, param in own(engine):
         state, mine = infinity.state(param), hashlib.sha256()
-        for kind in ("master", "exp_avg", "exp_avg_sq") if param.requires_grad else ("master",):
+        kept = engine.optimizer.state[param] if param.requires_grad else ()
+        for kind in ("master", *(kind for kind in kept if kind != "step")):
             mine.update(state.local(kind).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         found[name] = mine.hexdigest()
     return found
@@ -154,14 +156,18 @@ class Cell:
     stage: int
     tier: str
     clip: float
+    rule: str = "AdamW"
 
     @property
     def given(self) -> dict[str, Any]:
         param = self.tier if self.stage == 3 else "gpu"
-        return {"stage": self.stage, "param": param, "optimizer": self.tier, "dtype": self.dtype, "clip": self.clip}
+        return {
+            "stage": self.stage, "param": param, "optimizer": self.tier, "dtype": self.dtype, "clip": self.clip,
+            "rule": self.rule,
+        }  # fmt: skip
 
     def __str__(self) -> str:
-        return f"{self.family} {self.dtype} stage{self.stage} {self.tier} clip{self.clip:g}"
+        return f"{self.family} {self.dtype} stage{self.stage} {self.tier} clip{self.clip:g} {self.rule}"
 
 
 def cells(families: Sequence[str] = FAMILIES) -> Iterator[Cell]:

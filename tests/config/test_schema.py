@@ -183,6 +183,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_reentrant": True,
     },
     "optimizer": {"legacy_fusion": False},
+    "optimizer.params MuonParams": {
+        "lr": 1e-3, "muon_lr": None, "adam_lr": None, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True,
+        "ns_steps": 5, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_dtype": "bf16",
+        "adjust_lr_fn": None, "betas": (0.9, 0.999), "adam_eps": 1e-8, "ns_method": "standard", "per_head_muon": False,
+    },
     "optimizer.params LionParams": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
     "optimizer.params AdagradParams": {
         "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10,
@@ -321,7 +326,7 @@ REFUSED = [(path, name, field) for path, _, name, field in ALL if isinstance(rep
 
 # Sections that DeepSpeed does not have, and hyper-parameters of optimizers that only torch has.
 OURS = ("memory", "kernels", "timeline", "parallel")
-TORCHS = ("AdagradParams", "SgdParams", "RmspropParams", "AdamaxParams", "NadamParams")
+TORCHS = ("AdagradParams", "SgdParams", "RmspropParams", "AdamaxParams", "NadamParams", "MuonParams")
 
 # A value that switches the feature on, where it is not the opposite of the default.
 SWITCHED_ON: dict[str, Any] = {
@@ -330,6 +335,7 @@ SWITCHED_ON: dict[str, Any] = {
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "optimizer.params.max_grad_norm": 1.0,
+    "optimizer.params.ns_method": "gram",
     "data_types.buffer_dtype": "fp32",
     "scheduler.params.last_batch_iteration": 5,
     "pipeline.stages": 2,
@@ -346,8 +352,9 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _choose_type(raw: dict[str, Any], path: str) -> None:
-    for section, kind in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+def _choose_type(raw: dict[str, Any], path: str, name: str) -> None:
+    muon = name in ("ns_method", "per_head_muon")
+    for section, kind in (("optimizer", "Muon" if muon else "AdamW"), ("scheduler", "WarmupLR")):
         if path == f"{section}.params":
             raw[section]["type"] = kind
 
@@ -359,7 +366,7 @@ def test_what_is_refused_says_why_and_what_to_do(path: str, name: str, field: Fi
     assert isinstance(reply, Refused)
     on = SWITCHED_ON.get(place, {"enabled": True} if mark(field, Absent) else not field.default)
     raw = _nested(place, on)
-    _choose_type(raw, path)
+    _choose_type(raw, path, name)
     with pytest.raises(ConfigError) as caught:
         load_config(raw)
     message = str(caught.value)
@@ -370,14 +377,16 @@ def test_what_is_refused_says_why_and_what_to_do(path: str, name: str, field: Fi
     if reply.ignored:
         config = load_config(raw, conventions=DEEPSPEED)
         assert list(config.provenance.foreign) == [place]
-        assert config == load_config({}, conventions=DEEPSPEED) or path.endswith("offload_optimizer")
+        plain = _nested(place, field.default) if path == "optimizer.params" else {}
+        _choose_type(plain, path, name)
+        assert config == load_config(plain, conventions=DEEPSPEED) or path.endswith("offload_optimizer")
     else:
         with pytest.raises(ConfigError) as caught:
             load_config(raw, conventions=DEEPSPEED)
         assert reply.instead in str(caught.value)
     for harmless in (field.default, *reply.accepted):
         raw = _nested(place, harmless)
-        _choose_type(raw, path)
+        _choose_type(raw, path, name)
         load_config(raw)
 
 

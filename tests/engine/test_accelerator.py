@@ -27,6 +27,7 @@ from infinity.errors import StateError, TierMemoryError
 from infinity.memory.tiers.device import Device
 from infinity.plan.filling import in_process
 from tests.accelerator_matrix import TIGHT, PlainCase
+from tests.engine import test_muon
 from tests.memory.test_pages import private_dirty_nbytes
 from tests.support import accelerator
 from tests.support.accelerator.process import AcceleratedProcess
@@ -505,6 +506,19 @@ def runs_out_of_memory(folder: str, tiers: Sequence[str] = TIERS) -> None:
         assert found in ("", expected)
 
 
+def muon(folder: str, tiers: Sequence[str] = TIERS) -> None:
+    """Matrices are made orthogonal on the device, wherever their momentum lies."""
+
+    def act(tier: str) -> str:
+        config = test_muon.configuration(folder, param=tier, optimizer=tier, dtype="bf16", clip=CLIP, zero=TIGHT)
+        with infinity.initialize(model=PlainCase().model(), config=config)[0] as engine:
+            for number in range(3):
+                step(engine, number)
+            return test_muon.digest(test_muon.states(engine))
+
+    assert len({both(act, tier) for tier in tiers}) == 1
+
+
 ACTS: dict[str, tuple[Callable[..., None], type[Device]]] = {
     "fp16 that overflows": (fp16_overflows, SimulatedDevice),
     "activation checkpointing": (checkpointing, SimulatedDevice),
@@ -519,6 +533,8 @@ ACTS: dict[str, tuple[Callable[..., None], type[Device]]] = {
     "a side stream": (on_a_side_stream, SimulatedDevice),
     "a default device": (under_a_default_device, SimulatedDevice),
     "memory that runs out": (runs_out_of_memory, SimulatedDevice),
+    "Muon": (muon, SimulatedDevice),
+    "Muon in one memory": (muon, Unified),
     "one memory": (one_memory, Unified),
     "pinning by allocation": (plain, Allocating),
 }
@@ -526,7 +542,7 @@ ACTS: dict[str, tuple[Callable[..., None], type[Device]]] = {
 
 SUITE = (
     "fp16 that overflows", "activation checkpointing", "checkpoints and exports", "access to values",
-    "a failure in backward", "memory that runs out", "pinning by allocation",
+    "a failure in backward", "memory that runs out", "pinning by allocation", "Muon",
 )  # fmt: skip
 
 

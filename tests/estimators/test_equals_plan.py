@@ -36,13 +36,17 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "everything whole in fp32": (1, {"zero_optimization": {"stage": 0}}),
     "states on NVMe in bf16": (
         1,
-        {"bf16": {"enabled": True}, "zero_optimization": {
+        {"bf16": {"enabled": True}, "optimizer": {"type": "Muon"}, "zero_optimization": {
             "stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": NVME, **BOUNDS}},
     ),
     "stage 1 on the CPU in bf16": (
         2, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
     ),
-    "stage 2 in fp16": (2, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2, **BOUNDS}}),
+    "stage 2 in fp16": (
+        2,
+        {"fp16": {"enabled": True}, "optimizer": {"type": "Muon", "params": {"ns_dtype": "fp32"}},
+         "zero_optimization": {"stage": 2, **BOUNDS}},
+    ),
     "stage 3 on NVMe, accumulating": (
         2,
         {"bf16": {"enabled": True}, "gradient_accumulation_steps": 3, "communication_data_type": "fp32",

@@ -46,6 +46,9 @@ class Updater:
     def update(self, *arguments: Any) -> None:
         """Step nothing."""
 
+    def meets(self, group: SubGroup) -> bool:
+        return False
+
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_sub_group_is_done_only_once_its_write_back_is_submitted(full: bool) -> None:
@@ -75,3 +78,31 @@ def test_a_parameter_without_a_gradient_is_not_stepped_between_two_that_have_one
     context = StepContext((), dict.fromkeys("abc", 0), 1.0, {0: [True, False, True]}, {0: [1, 1, 1]})
     segments = context.segments(layout, Slice(0, 0, 48), 0, joins=True)
     assert segments == [Segment(0, 16, 0, 1), Segment(32, 16, 0, 1)]
+
+
+class Held(Store):
+    """Has the states of the second sub-group in memory."""
+
+    def __getitem__(self, key: Key) -> Any:
+        return type("Spec", (), {"on_drive": True})
+
+    def in_memory(self, key: Key) -> bool:
+        return key.index == 1
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_where_ranks_meet_none_goes_before_the_plans_order(meets: bool) -> None:
+    """Another rank may have other sub-groups in memory."""
+    groups, stepped = [SubGroup(index, (Slice(index, 0, 64),)) for index in range(2)], list[int]()
+
+    class Watched(Updater):
+        def update(self, *arguments: Any) -> None:
+            stepped.append(arguments[0].index)
+
+        def meets(self, group: SubGroup) -> bool:
+            return meets
+
+    step: Any = StepPass(groups, Held(full=False), Watched(), Reservation())  # type: ignore[arg-type]
+    step.add(groups, None)
+    step.run(2, threading.Event())
+    assert stepped == ([0, 1] if meets else [1, 0])

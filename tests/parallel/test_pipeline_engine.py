@@ -24,11 +24,12 @@ pytestmark = pytest.mark.timeout(300)
 
 # Each schedule with stage, tier, precision and clipping; together they have every value of each.
 LLAMA = Cell("llama", "fp32", 3, "nvme", 0.5)
+MUON = Cell("llama", "bf16", 3, "nvme", 0.5, "Muon")
 NEOX = Cell("gpt_neox", "bf16", 0, "gpu", 0.0)
 MIXTRAL = Cell("mixtral", "bf16", 3, "gpu", 0.5)
 CELLS = {
     4: {LLAMA: [("1f1b", 1)], NEOX: [("zero_bubble", 1)]},
-    2: {LLAMA: [("zero_bubble", 2)], NEOX: [("gpipe", 1)], MIXTRAL: [("interleaved", 2)]},
+    2: {MUON: [("zero_bubble", 2)], NEOX: [("gpipe", 1)], MIXTRAL: [("interleaved", 2)]},
 }
 
 
@@ -38,7 +39,7 @@ def exact(rank: int, world: int, expected: dict[Cell, dict[str, Any]]) -> list[d
 
 
 def test_every_schedule_has_the_bits_of_accumulation_on_one_rank(rank_pools: RankPools) -> None:
-    expected = rank_pools[1].run(one_rank, [LLAMA, NEOX, MIXTRAL], timeout=280)[0]
+    expected = rank_pools[1].run(one_rank, [LLAMA, MUON, NEOX, MIXTRAL], timeout=280)[0]
     rows = [row for world in CELLS for row in rank_pools[world].run(exact, expected, timeout=280)[0]]
     assert [row for row in rows if not row["right"]] == []
     # The first step may use units otherwise than the tree tells (experts); from then on the schedule is the model's.

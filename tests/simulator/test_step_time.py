@@ -14,7 +14,7 @@ from estimators.traffic import Link, traffic
 from infinity.plan.activations import OffloadedCheckpoints
 from infinity.plan.hardware import ASSUMED, Compute, Drive, HardwareProfile
 from infinity.plan.plan import Plan, make_plan
-from infinity.plan.request import PlanRequest
+from infinity.plan.request import PlanRequest, RuleSpec
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.types import Kind, Tier, Topology
 from tests.support.clock import usual_seconds
@@ -60,6 +60,22 @@ def test_with_everything_in_memory_a_step_takes_its_operations():
     assert told.bound_by is Bound.COMPUTE
     assert told.tokens_to_hide is None
     assert told.days_to_endurance is None
+
+
+def test_products_that_make_matrices_orthogonal_are_computation():
+    """Five steps of the iteration, each of three products of squares here, shared by the ranks of a unit."""
+    muon = RuleSpec((Kind.MOMENTUM_BUFFER,), 2, "Muon")
+    products = LAYERS * 5 * 3 * 2 * 2048**3 / 1e12
+    for dp in (1, 2):
+        plan = plan_of(dp=dp, rules=(muon,))
+        told, other = (predict(each, PROFILE, tokens=1000) for each in (plan, plan_of(dp=dp)))
+        taken = told.parts[Bound.COMPUTE] - other.parts[Bound.COMPUTE]
+        assert taken == pytest.approx(products, rel=0.01), "ranks of one machine share its cores"
+        assert told.seconds >= products
+    own = traffic(plan_of(rules=(muon,))), traffic(plan_of())
+    # One moment less is written, and read at most: its larger sub-groups leave less in memory.
+    assert own[1].total(Link.NVME_WRITE) - own[0].total(Link.NVME_WRITE) == 4 * NUMEL
+    assert own[1].total(Link.NVME_READ) > own[0].total(Link.NVME_READ)
 
 
 def test_with_nothing_to_compute_a_step_takes_what_the_drive_needs_for_its_bytes():
