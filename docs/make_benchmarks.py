@@ -29,7 +29,7 @@ PLOTS = ROOT / "docs" / "pictures" / "benchmarks"
 CHAPTERS = {
     "Speed": (
         "adam", "drive", "step", "training", "deepspeed", "pipeline_peers", "overlap", "hooks", "tensor_functions",
-        "pipeline_executor", "units", "startup", "predict",
+        "pipeline_executor", "units", "startup", "predict", "muon",
     ),
     "Memory": (
         "resident", "memory_cases", "memory_phases", "activations", "activation_offload", "tiling", "long_context",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from infinity.observability.memory_report import Observer
 from infinity.observability.progress import StepProgress
 from infinity.ops.adam import shutdown_threads
 from infinity.parallel.tensor import Applied
+from infinity.plan.capacity import addressable_nbytes
 from infinity.plan.plan import Plan, model_params, place_of_buffer
 from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero.access import ParamAccess
@@ -29,6 +31,9 @@ from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.health import Health
 from infinity.zero.hooks import ModuleHooks
+
+# The share of what the process may hold beside its activations from which a plan leaves no room for growth.
+_TIGHT = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +91,17 @@ class Runtime:
         """
         with self.guarded(name), trace.span(trace.PHASE, name):
             yield
+        if self.is_tight:
+            trim()
+
+    @cached_property
+    def is_tight(self) -> bool:
+        """Whether the process's memory has little room beside the plan, and activations lie in its heap. Small blocks
+        that live on, such as those of kernels that are made once, keep the holes between freed activations apart, so
+        that the heap would grow from pass to pass beyond the forecast; its free pages are given back then.
+        """
+        limit, held = self.store.ledger.limits.process, addressable_nbytes(self.plan.nbytes_by_tier())
+        return not self.device.own_memory and limit is not None and held > _TIGHT * limit
 
     @contextmanager
     def guarded(self, name: str) -> Iterator[None]:

@@ -14,6 +14,7 @@ that the sum that brings it adds zeros. So the bits are those of one rank with t
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +74,8 @@ class MuonRule:
         self._name, self.dtype = dtype, _NS_DTYPES[dtype]
         # Where matrices are made orthogonal, and the ranks that share units or have shards of the same ones.
         self._room: Tensor | None = None
+        # The program may step what it sees while a step goes on behind it.
+        self._in_use = threading.Lock()
         self._groups: tuple[AxisGroup, AxisGroup] | None = None
 
     def place(self, room: Tensor, data: AxisGroup, tensor: AxisGroup) -> None:
@@ -103,11 +106,12 @@ class MuonRule:
         for each in slices:
             own, home = room[: each.segment.numel], each.param.device
             found = own if home == room.device else own.new_empty(own.numel(), device=home)
-            _direct(each, found, grad_scale, grad_bound)
-            if found is not own:
-                own.copy_(found)
-            update = orthogonal(room, each.segment.shape, each.hyper)
-            _apply(each, update if found is own else found.copy_(update))
+            with self._in_use:
+                _direct(each, found, grad_scale, grad_bound)
+                if found is not own:
+                    own.copy_(found)
+                update = orthogonal(room, each.segment.shape, each.hyper)
+                _apply(each, update if found is own else found.copy_(update))
 
     def step_together(
         self, layout: UnitLayout, piece: Slice, parts: int, stepped: Mapping[str, MuonHyper],
@@ -142,8 +146,9 @@ class MuonRule:
                 at = slice(slot.offset - begin, slot.offset - begin + slot.numel)
                 hyper = stepped.get(slot.name)
                 if hyper is not None and owner == mine:
-                    _put_together(rows[:, at], slot, room)
-                    _take_apart(orthogonal(room, slot.whole_shape, hyper), slot, rows[:, at])
+                    with self._in_use:
+                        _put_together(rows[:, at], slot, room)
+                        _take_apart(orthogonal(room, slot.whole_shape, hyper), slot, rows[:, at])
                 else:
                     rows[:, at].zero_()
         updates = rows.view(-1)

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import infinity.engine.build_runtime
+from infinity.engine import runtime
 from infinity.errors import InfinityError
+from infinity.plan.capacity import addressable_nbytes
 from infinity.zero.materialize import Materializer
 from tests.support.cells import kept
 from tests.support.models import token_batch
@@ -43,6 +45,22 @@ def cycles(rank: int, world: int, folder: str, count: int) -> list[tuple[dict[st
         digest = train(Case(), config, rank=rank, steps=2).digest
         found.append((resources(), time.process_time() - began, digest))
     return found
+
+
+def test_free_pages_of_the_heap_go_back_only_where_memory_is_tight(tmp_path, monkeypatch):
+    """Behind each forward, backward and step: a heap with small blocks that live on grows beyond the forecast."""
+    trimmed: list[None] = []
+    monkeypatch.setattr(runtime, "trim", lambda: trimmed.append(None))
+    config = settings(tmp_path, param="nvme", optimizer="nvme")
+    held: list[int] = []
+    train(Case(), config, steps=2, look=lambda engine: held.append(addressable_nbytes(engine.plan.nbytes_by_tier())))
+    # An engine that is closed has it done once.
+    assert len(trimmed) == 1
+    for share, count in ((0.5, 0), (0.95, 3 * 2)):
+        trimmed.clear()
+        given = {**config, "memory": {"cpu": {"max_bytes": int(held[0] / share)}, "activations": {"max_bytes": 1}}}
+        train(Case(), given, steps=2)
+        assert len(trimmed) == count + 1
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError
-from infinity.optim.muon import MuonHyper, orthogonal
+from infinity.optim.muon import MuonHyper, MuonRule, orthogonal
+from infinity.optim.update_rules import Segment, StepSlice
 from infinity.plan.types import Key, Kind, Tier
 from tests import tensor_matrix
 from tests.conftest import RankPools
@@ -375,6 +378,33 @@ def refusals() -> Iterator[tuple[str, Callable[[str, nn.Module], Any]]]:
 def test_what_is_not_done_is_refused_by_name(tmp_path: Path, words: str, act: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=words):
         act(str(tmp_path), tiny_llama())
+
+
+def test_the_program_and_the_thread_behind_it_take_turns_with_the_memory(tmp_path: Path) -> None:
+    """Small units are stepped by the program, which sees them, while the thread is still at others."""
+    rule, hyper = MuonRule(), MuonHyper(1e-3, 0.0, 0.95, True, (3.4445, -4.775, 2.0315), 1e-7, 5, None)
+    side, generator = 64, torch.Generator().manual_seed(0)
+    groups: Any = (None, None)
+    rule.place(torch.empty(8 * side**2, dtype=torch.uint8), *groups)
+
+    def slices() -> list[StepSlice]:
+        generator.manual_seed(1)
+        segment = Segment(0, side**2, 0, 1, "matrix", (side, side))
+        made = [torch.randn(2, side**2, generator=generator) for _ in range(200)]
+        return [StepSlice(segment, hyper, param, grad, [torch.zeros(side**2)], None, None) for param, grad in made]
+
+    expected, found = slices(), slices()
+    rule.step(expected, grad_scale=1.0, grad_bound=math.inf)
+    threads = [
+        threading.Thread(target=rule.step, args=(found[at::2],), kwargs={"grad_scale": 1.0, "grad_bound": math.inf})
+        for at in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.param, other.param)
 
 
 @pytest.mark.parametrize("shape", [(7, 7), (5, 33), (33, 5), (1, 9), (0, 4)])
