@@ -74,9 +74,8 @@ def initialize(
     config: path, dict or JSON string with DeepSpeed's keys (aliases: `config_params`, `args.deepspeed_config`).
     others: arguments that only DeepSpeed has, each refused with the next step (`dist_init_required`: see launch).
     model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
-    optimizer: None (from the configuration), or a class, factory or instance of an elementwise torch optimizer, or
-    torch.optim.Muon, alone or in a list with one for the other parameters. With none in either place
-    (`"optimizer": null`) the engine only runs the model: no gradients, masters or moments.
+    optimizer: None (from the configuration), a class, factory or instance of an elementwise torch optimizer, or [Muon,
+    another]. With none in either place (`"optimizer": null`) the engine only runs the model: no gradients or states.
     lr_scheduler: None (from the configuration), a class or factory that takes the optimizer, or an instance.
     conventions: how the configuration is read; `infinity.config.DEEPSPEED` for programs written for DeepSpeed.
     training_data: a dataset of which the loader (see the keys dataloader_...) draws each rank's batches on its device.
