@@ -31,9 +31,9 @@ from infinity.plan.plan import Plan
 from infinity.plan.prefetch import UnitAccess
 from infinity.plan.types import DTYPE_NBYTES, Tier
 
-# Host time of hooks and coordinator for a unit's use, and of a sub-group's step: measured, see docs/benchmarks.md.
 # Steps of the iteration that makes a matrix orthogonal, as torch's Muon has by default: each is three products.
 _MATRIX_STEPS = 5
+# Host time of hooks and coordinator for a unit's use, and of a sub-group's step: measured, see docs/benchmarks.md.
 _USE_SECONDS = 50e-6
 _GROUP_SECONDS = 200e-6
 # Words in the names of parameters that are looked up instead of multiplied with.

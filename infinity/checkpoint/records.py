@@ -69,7 +69,7 @@ from infinity.checkpoint.save import Capture, Lent, LetGo, write
 from infinity.errors import CheckpointError
 from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.store import Place
-from infinity.memory.tiers.nvme import RECORD_SUFFIXES, RUN_SUFFIX, NvmeTier, has_ended, wait_for_end
+from infinity.memory.tiers.nvme import RECORD_SUFFIXES, RUN_SUFFIX, NvmeTier, has_ended, has_record, wait_for_end
 from infinity.ops.aio import Queue
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Extent, Key, Kind, PartitionSpec, moved_at_once
@@ -441,7 +441,7 @@ def left_behind(folder: Path) -> dict[Path, int]:
     for path in sorted(folder.glob("infinity-swap-*.bin")):
         # One that cannot be opened belongs to another user, or is no file.
         with suppress(OSError):
-            if any(path.with_suffix(each).exists() for each in RECORD_SUFFIXES) and has_ended(path):
+            if has_record(path) and has_ended(path):
                 found[path] = path.stat().st_size
     return found
 

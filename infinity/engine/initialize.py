@@ -287,7 +287,7 @@ def _hidden(config: ResolvedConfig, model: nn.Module) -> frozenset[int]:
     """The ids of the weights that Muon is for, unless the program says which."""
     ask: Any = getattr(model, "get_output_embeddings", None)
     head = ask() if callable(ask) else None
-    named = {name: param for name, param in model.named_parameters()}
+    named = dict(model.named_parameters())
     heads = {id(param) for param in head.parameters()} if isinstance(head, nn.Module) else set[int]()
     found = hidden_matrices(
         module_tree(model, compute_dtype=config.compute_dtype),

@@ -102,15 +102,11 @@ def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
             group["use_muon"] = muon
     # In the program's order, which its schedulers may count on.
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    _check_disjoint(groups)
-    names, rules = tuple(each.name for each in found), Rules(*(each.rules[0] for each in found))
-    return Chosen(names, rules, dict(found[0].defaults), groups, given=True)
-
-
-def _check_disjoint(groups: Sequence[Mapping[str, Any]]) -> None:
     params = [id(param) for group in groups for param in group["params"]]
     if len(params) != len(set(params)):
         raise ConfigError("optimizer=[...]: a parameter is in two of the optimizers: give it to one of them")
+    names, rules = tuple(each.name for each in found), Rules(*(each.rules[0] for each in found))
+    return Chosen(names, rules, dict(found[0].defaults), groups, given=True)
 
 
 def from_name(name: str, params: Mapping[str, Any]) -> Chosen:
@@ -137,15 +133,11 @@ def muon_and_adamw(params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
     groups: the program's; a group or a parameter with `use_muon` says which steps it, else `hidden` does (by id). What
     a group names else holds for both of the groups that it becomes.
     """
-    shared = {key: params[key] for key in ("weight_decay",)}
-    muon = {
-        "lr": params["muon_lr"] or params["lr"], **shared,
-        **{key: params[key] for key in (
-            "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype",
-        )},
-    }  # fmt: skip
+    decay = {"weight_decay": params["weight_decay"]}
+    own_keys = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype")
+    muon = {"lr": params["muon_lr"] or params["lr"], **decay, **{key: params[key] for key in own_keys}}
     adamw = {
-        "lr": params["adam_lr"] or params["lr"], **shared, "betas": params["betas"], "eps": params["adam_eps"]
+        "lr": params["adam_lr"] or params["lr"], **decay, "betas": params["betas"], "eps": params["adam_eps"]
     }  # fmt: skip
     made: list[dict[str, Any]] = []
     for group in groups:
@@ -158,7 +150,7 @@ def muon_and_adamw(params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
             if members:
                 made.append({**defaults, **own, "params": members, "use_muon": use_muon})
     rules = Rules(MuonRule(params["ns_dtype"]), update_rules.adam(decoupled=True))
-    return Chosen(("Muon", "AdamW"), rules, {"lr": params["lr"], **shared}, made)
+    return Chosen(("Muon", "AdamW"), rules, {"lr": params["lr"], **decay}, made)
 
 
 def _own_rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:

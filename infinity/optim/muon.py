@@ -132,15 +132,12 @@ class MuonRule:
         for each in slices:
             at = slice(each.segment.start, each.segment.start + each.segment.numel)
             _direct(each, own[at], grad_scale, grad_bound)
+        sharing = [*([data] if parts > 1 else []), *([tensor] if layout.is_cut else [])]
+        full, ranks, mine = own.to(room.device), 1, 0
+        for group in sharing:
+            full, mine, ranks = _gathered(full, group, layout), mine + ranks * group.index, ranks * group.size
         # By index on the tensor axis, if it cuts the unit.
-        rows, begin = own.to(room.device).view(1, -1), piece.start
-        if parts > 1:
-            rows, begin = _gathered(rows, data, layout), 0
-        cut = layout.is_cut
-        if cut:
-            rows = _gathered(rows, tensor, layout).view(tensor.size, -1)
-        ranks, mine = (tensor.size if cut else 1) * (data.size if parts > 1 else 1), data.index if parts > 1 else 0
-        mine += (tensor.index if cut else 0) * (data.size if parts > 1 else 1)
+        rows, begin = full.view(tensor.size if layout.is_cut else 1, -1), 0 if parts > 1 else piece.start
         for slot, owner in zip(layout.slots, matrix_owners(layout, ranks), strict=True):
             if begin <= slot.offset < begin + rows.shape[1]:
                 at = slice(slot.offset - begin, slot.offset - begin + slot.numel)
@@ -151,8 +148,8 @@ class MuonRule:
                         _take_apart(orthogonal(room, slot.whole_shape, hyper), slot, rows[:, at])
                 else:
                     rows[:, at].zero_()
-        updates = rows.view(-1)
-        for group in [*([tensor] if cut else []), *([data] if parts > 1 else [])]:
+        updates = full
+        for group in reversed(sharing):
             updates = sum_slices(updates, group, f"updates of {layout.name}")
         updates = updates.to(home)
         for each in slices:
@@ -191,10 +188,10 @@ def orthogonal(room: Tensor, shape: Sequence[int], hyper: MuonHyper) -> Tensor:
     return other.view(rows, columns).copy_(x.T).view(-1) if tall else x.view(-1)
 
 
-def _gathered(rows: Tensor, group: AxisGroup, layout: UnitLayout) -> Tensor:
-    """Gather rows of one [1, n] from the ranks of a group: [1, size * n]."""
-    full = rows.new_empty(1, group.size * rows.numel())
-    all_gather(full.view(-1), rows.view(-1), group, f"momenta of {layout.name}").wait()
+def _gathered(own: Tensor, group: AxisGroup, layout: UnitLayout) -> Tensor:
+    """Gather what each rank of a group has [n]: [size * n]."""
+    full = own.new_empty(group.size * own.numel())
+    all_gather(full, own, group, f"momenta of {layout.name}").wait()
     return full
 
 

@@ -460,7 +460,8 @@ class PlanInputs:
 def _ruled(node: ModuleNode, optimizer: OptimizerSpec) -> ModuleNode:
     """The tree with the number of each parameter's update rule."""
     if optimizer.rule_of:
-        return node.with_params(lambda spec: replace(spec, rule=optimizer.number(spec.group) if spec.trainable else 0))
+        numbers = optimizer.rule_of
+        return node.with_params(lambda spec: replace(spec, rule=numbers[spec.group] if spec.trainable else 0))
     hidden = hidden_matrices(node)
 
     def numbered(spec: ParamSpec) -> ParamSpec:

@@ -675,11 +675,11 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
             layouts, placement, dp=plan.topology.dp, wire=request.communication_dtype, grad_dtype=request.grad_dtype,
             accelerator=request.accelerator, accumulates=request.accumulates,
         ),  # fmt: skip
-        **matrix_pools(plan),
+        **_matrix_pools(plan),
     )
 
 
-def matrix_pools(plan: Plan) -> dict[str, int]:
+def _matrix_pools(plan: Plan) -> dict[str, int]:
     """Bytes of the pools in which matrices are made orthogonal: the largest one's."""
     request, matrix, momenta, direction = plan.request, 0, 0, 0
     for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):

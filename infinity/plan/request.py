@@ -113,10 +113,6 @@ class OptimizerSpec:
         """Of an elementwise optimizer. What is not guarded is torch's, which keeps values of a parameter, too."""
         return cls((RuleSpec(moments),), guarded, undoable=guarded)
 
-    def number(self, group: int) -> int:
-        """The number of the rule that steps a parameter group."""
-        return self.rule_of[group] if self.rule_of else 0
-
 
 # Of a model that is only run: every parameter is frozen, whatever it says of itself.
 NO_OPTIMIZER = OptimizerSpec((RuleSpec(()),), trains=False)

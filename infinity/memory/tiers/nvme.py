@@ -465,7 +465,7 @@ def remove_stale(directory: Path) -> list[Path]:
             descriptor, status = open_regular(path, os.O_NOFOLLOW)
             try:
                 ended = _try_life(descriptor, fcntl.F_RDLCK)
-                if ended and not any(path.with_suffix(each).exists() for each in RECORD_SUFFIXES):
+                if ended and not has_record(path):
                     nbytes = status.st_size
                     path.unlink()
                     path.with_suffix(RUN_SUFFIX).unlink(missing_ok=True)
@@ -474,6 +474,11 @@ def remove_stale(directory: Path) -> list[Path]:
             finally:
                 os.close(descriptor)
     return removed
+
+
+def has_record(path: Path) -> bool:
+    """Whether a record lies beside a swap file."""
+    return any(path.with_suffix(each).exists() for each in RECORD_SUFFIXES)
 
 
 def has_ended(path: Path) -> bool:
