@@ -9,7 +9,7 @@
 //   load_split, store_split   fp32 <-> (bf16 bits, int16 remainder)
 //   one_nan                   any NaN as 0x7FC00000: a GPU's is 0x7FFFFFFF, of which store_bf16 would make -0
 //   broadcast, add, sub, mul, div, sqrt, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
-//   min, max                  of two vectors without NaNs, lane by lane
+//   min, max                  of two vectors without NaNs, lane by lane; where `a` alone is a NaN, `max` is `b`
 //   sign                      1, -1, or 0 for both zeros and NaN
 //   nonfinite                 the number of lanes that are infinite or NaN
 //
@@ -22,11 +22,13 @@
 namespace infinity::adam {
 
 // The update rules, numbered as in infinity/ops/rules.py. Those but Adam's two keep one state, in exp_avg.
-enum Rule : int32_t { kAdam = 0, kAdamW = 1, kLion = 2, kAdagrad = 3, kMomentum = 4 };
+enum Rule : int32_t {
+    kAdam = 0, kAdamW = 1, kLion = 2, kAdagrad = 3, kMomentum = 4, kPlainAdamW = 5, kCodedAdamW = 6
+};
 
 // The rules that are compiled separately. Adam's two rules have their own code for speed. The rules with one state
 // share code that tests the rule at every vector, because memory bandwidth limits it anyway.
-enum Form : int32_t { kAdamForm = kAdam, kAdamWForm = kAdamW, kOneState = 2 };
+enum Form : int32_t { kAdamForm = kAdam, kAdamWForm = kAdamW, kOneState = 2, kPlainForm = 3 };
 namespace {
 
 struct Constants {
@@ -115,6 +117,29 @@ INFINITY_FN int nonfinite_lanes(const void* grad, const Constants& c) {
     return nonfinite(scaled_grad<grad_dtype>(grad, c));
 }
 
+// Moves both moments in the operations of bitsandbytes, where `weight_decay` is beta1.
+INFINITY_FN void moments(Vec g, const Constants& c, Vec& m, Vec& v) {
+    m = fma(c.one_minus_beta1, g, mul(m, c.weight_decay));
+    v = fma(mul(c.one_minus_beta2, g), g, mul(v, c.beta2));
+}
+
+// Of moments in 8 bits, which the caller decodes and encodes: their move, and the step of the weights that follows.
+template <Dtype grad_dtype>
+INFINITY_FN void move_coded(const void* grad, const Constants& c, Vec& m, Vec& v) {
+    moments(max(min(scaled_grad<grad_dtype>(grad, c), c.grad_bound), c.minus_grad_bound), c, m, v);
+}
+template <Storage storage>
+INFINITY_FN void step_coded(const Pointers& at, const Constants& c, Vec m, Vec v) {
+    const Vec denominator = add(div(sqrt(v), c.sqrt_bias_correction2), c.eps);
+    const Vec p = mul(load_weight<storage>(at), c.decay);
+    store_weight<storage>(at, add(p, div(mul(m, c.minus_step_size), denominator)));
+}
+
+// The cell of a moment, to be cut to a whole number, given the inverse of its block's largest magnitude.
+INFINITY_FN Vec cell_of(Vec moment, Vec inverse) {
+    return add(mul(add(mul(moment, inverse), broadcast(1.0f)), broadcast(32767.5f)), broadcast(0.5f));
+}
+
 // The definition of every rule. infinity/ops/rules.py repeats it in torch; change both or neither.
 //
 // Adam's operations and their order are those of torch's fused optimizers on processors with fused multiply-adds, so
@@ -127,12 +152,20 @@ INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
     Vec p = load_weight<storage>(at);
     // The gradient is finite: the caller skips other lanes.
     Vec g = max(min(scaled_grad<grad_dtype>(at.grad, c), c.grad_bound), c.minus_grad_bound);
-    if (form == kAdamWForm || (form == kOneState && c.rule == kLion)) {
+    if (form == kAdamWForm || form == kPlainForm || (form == kOneState && c.rule == kLion)) {
         p = mul(p, c.decay);
     } else {
         g = fma(c.weight_decay, p, g);
     }
     Vec m = load(at.exp_avg);
+    if constexpr (form == kPlainForm) {
+        Vec v = load(at.exp_avg_sq);
+        moments(g, c, m, v);
+        store(at.exp_avg, m);
+        store(at.exp_avg_sq, v);
+        store_weight<storage>(at, fma(div(m, add(sqrt(v), c.eps)), c.minus_step_size, p));
+        return;
+    }
     if constexpr (two_states<form>()) {
         m = fma(c.one_minus_beta1, sub(g, m), c.from_grad ? g : m);
         const Vec v = fma(mul(c.one_minus_beta2, g), g, mul(c.beta2, load(at.exp_avg_sq)));

@@ -40,7 +40,7 @@ inline Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
 inline Vec sqrt(Vec a) { return vsqrtq_f32(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 inline Vec min(Vec a, Vec b) { return vminq_f32(a, b); }
-inline Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+inline Vec max(Vec a, Vec b) { return vmaxnmq_f32(a, b); }
 inline Vec one_nan(Vec a) {
     return vbslq_f32(vceqq_f32(a, a), a, vreinterpretq_f32_u32(vdupq_n_u32(0x7FC00000)));
 }
@@ -55,6 +55,17 @@ inline uint32x4_t finite_lanes(Vec a) {
     return vcltq_u32(magnitude, vdupq_n_u32(0x7F800000));
 }
 inline int nonfinite(Vec a) { return kLanes - static_cast<int>(vaddvq_u32(vshrq_n_u32(finite_lanes(a), 31))); }
+inline Vec decode(const float* values, const uint8_t* codes) {
+    const float found[kLanes] = {values[codes[0]], values[codes[1]], values[codes[2]], values[codes[3]]};
+    return vld1q_f32(found);
+}
+inline void encode(const uint8_t* cells, Vec cell, uint8_t* out) {
+    // The conversion makes 0 of what is below it and of a NaN.
+    uint32_t at[kLanes];
+    vst1q_u32(at, vminq_u32(vcvtq_u32_f32(cell), vdupq_n_u32(65535)));
+    for (int lane = 0; lane < kLanes; ++lane) out[lane] = cells[at[lane]];
+}
+
 inline Vec finite_or_zero(Vec a) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), finite_lanes(a)));
 }

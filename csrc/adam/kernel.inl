@@ -2,6 +2,8 @@
 // the names that arithmetic.inl needs and
 //
 //   finite_or_zero            replaces lanes that are infinite or NaN by zero
+//   decode(values, codes)     values[code] of kLanes codes (uint8_t)
+//   encode(cells, cell, out)  writes kLanes cells[cell], with cells cut to whole numbers of [0, 65535], NaN to 0
 //   SumLanes                  kSumLanes doubles: zero(), add_squares(Vec, first lane), store()
 //   BfloatSums                an equivalent of RowSums<kBfloat16, false> with the same bits, possibly faster
 //
@@ -121,6 +123,116 @@ uint64_t step_range(const Piece& piece, uint64_t begin, uint64_t end) {
     return left_out + step_finite<grad_dtype, storage, form>(piece, index, end, constants);
 }
 
+// The largest magnitude of a block; NaNs do not count.
+inline float largest(const float* moments) {
+    Vec found = broadcast(0.0f);
+    for (uint64_t lane = 0; lane < kCodedNumel; lane += kLanes) {
+        const Vec each = load(moments + lane);
+        found = max(max(each, sub(broadcast(0.0f), each)), found);
+    }
+    alignas(64) float lanes[kLanes];
+    store(lanes, found);
+    float most = 0.0f;
+    for (int lane = 0; lane < kLanes; ++lane) most = lanes[lane] > most ? lanes[lane] : most;
+    return most;
+}
+
+// Steps one block of at most kCodedNumel elements; `at` has room for a whole one, whose rest is zero.
+template <Dtype grad_dtype, Storage storage>
+void step_block(const Pointers& at, uint8_t* const (&codes)[2], float* const (&absmax)[2], const Maps& maps,
+                uint64_t count, const Constants& c) {
+    alignas(64) float moments[2][kCodedNumel];
+    const Vec scale[2] = {broadcast(*absmax[0]), broadcast(*absmax[1])};
+    for (uint64_t lane = 0; lane < kCodedNumel; lane += kLanes) {
+        Vec m = mul(decode(maps.values[0], codes[0] + lane), scale[0]);
+        Vec v = mul(decode(maps.values[1], codes[1] + lane), scale[1]);
+        const Pointers here{at.param + lane * param_nbytes<storage>(), at.grad + lane * dtype_nbytes<grad_dtype>(),
+                            nullptr, nullptr, storage == kSplit ? at.remainder + lane : nullptr,
+                            storage >= kMasterHalf ? at.master + lane : nullptr};
+        move_coded<grad_dtype>(here.grad, c, m, v);
+        step_coded<storage>(here, c, m, v);
+        store(moments[0] + lane, m);
+        store(moments[1] + lane, v);
+    }
+    for (int which = 0; which < 2; ++which) {
+        for (uint64_t index = count; index < kCodedNumel; ++index) moments[which][index] = 0.0f;
+        const float most = largest(moments[which]);
+        *absmax[which] = most;
+        const Vec inverse = broadcast(1.0f / most);
+        for (uint64_t lane = 0; lane < kCodedNumel; lane += kLanes) {
+            encode(maps.cells[which], cell_of(load(moments[which] + lane), inverse), codes[which] + lane);
+        }
+    }
+}
+
+template <Dtype grad_dtype, Storage storage>
+uint64_t step_coded_range(const Piece& piece, uint64_t begin, uint64_t end) {
+    const Constants constants(piece);
+    uint64_t left_out = 0;
+    for (uint64_t index = begin; index < end; index += kCodedNumel) {
+        const uint64_t count = end - index < kCodedNumel ? end - index : kCodedNumel;
+        // Without the moments, which `pointers` would take for fp32.
+        const Pointers at = pointers<grad_dtype, storage, kOneState>(piece, index);
+        uint8_t* const codes[2] = {reinterpret_cast<uint8_t*>(piece.exp_avg) + index,
+                                   reinterpret_cast<uint8_t*>(piece.exp_avg_sq) + index};
+        float* const absmax[2] = {piece.absmax[0] + index / kCodedNumel, piece.absmax[1] + index / kCodedNumel};
+        alignas(64) char grad[kCodedNumel * 4] = {};
+        const char* grads = at.grad;
+        if (count < kCodedNumel) {
+            __builtin_memcpy(grad, at.grad, count * dtype_nbytes<grad_dtype>());
+            grads = grad;
+        }
+        int bad = 0;
+        for (uint64_t lane = 0; lane < kCodedNumel; lane += kLanes) {
+            bad += nonfinite_lanes<grad_dtype>(grads + lane * dtype_nbytes<grad_dtype>(), constants);
+        }
+        if (__builtin_expect(bad != 0, 0)) {
+            left_out += static_cast<uint64_t>(bad);
+            continue;
+        }
+        if (count == kCodedNumel) {
+            step_block<grad_dtype, storage>(at, codes, absmax, *piece.maps, count, constants);
+            continue;
+        }
+        alignas(64) char param[kCodedNumel * 4] = {};
+        alignas(64) float master[kCodedNumel] = {};
+        alignas(64) int16_t remainder[kCodedNumel] = {};
+        alignas(64) uint8_t copies[2][kCodedNumel] = {};
+        __builtin_memcpy(param, at.param, count * param_nbytes<storage>());
+        if (at.remainder) __builtin_memcpy(remainder, at.remainder, count * sizeof(int16_t));
+        if (at.master) __builtin_memcpy(master, at.master, count * sizeof(float));
+        for (int which = 0; which < 2; ++which) __builtin_memcpy(copies[which], codes[which], count);
+        uint8_t* const copied[2] = {copies[0], copies[1]};
+        const Pointers whole{param, grads, nullptr, nullptr, remainder, master};
+        step_block<grad_dtype, storage>(whole, copied, absmax, *piece.maps, count, constants);
+        __builtin_memcpy(at.param, param, count * param_nbytes<storage>());
+        if (at.remainder) __builtin_memcpy(at.remainder, remainder, count * sizeof(int16_t));
+        if (at.master) __builtin_memcpy(at.master, master, count * sizeof(float));
+        for (int which = 0; which < 2; ++which) __builtin_memcpy(codes[which], copies[which], count);
+    }
+    return left_out;
+}
+
+template <Dtype grad_dtype>
+uint64_t step_coded_storage(const Piece& piece, uint64_t begin, uint64_t end) {
+    switch (piece.storage) {
+        case kPlain: return step_coded_range<grad_dtype, kPlain>(piece, begin, end);
+        case kSplit: return step_coded_range<grad_dtype, kSplit>(piece, begin, end);
+        case kMasterHalf: return step_coded_range<grad_dtype, kMasterHalf>(piece, begin, end);
+        case kMasterBfloat: return step_coded_range<grad_dtype, kMasterBfloat>(piece, begin, end);
+    }
+    return 0;
+}
+
+uint64_t step_coded_dtype(const Piece& piece, uint64_t begin, uint64_t end) {
+    switch (piece.grad_dtype) {
+        case kFloat32: return step_coded_storage<kFloat32>(piece, begin, end);
+        case kBfloat16: return step_coded_storage<kBfloat16>(piece, begin, end);
+        case kFloat16: return step_coded_storage<kFloat16>(piece, begin, end);
+    }
+    return 0;
+}
+
 template <Dtype grad_dtype, Form form>
 uint64_t step_storage(const Piece& piece, uint64_t begin, uint64_t end) {
     switch (piece.storage) {
@@ -146,6 +258,8 @@ uint64_t step(const Piece& piece, uint64_t begin, uint64_t end) {
     switch (piece.rule) {
         case kAdam: return step_dtype<kAdamForm>(piece, begin, end);
         case kAdamW: return step_dtype<kAdamWForm>(piece, begin, end);
+        case kPlainAdamW: return step_dtype<kPlainForm>(piece, begin, end);
+        case kCodedAdamW: return step_coded_dtype(piece, begin, end);
         default: return step_dtype<kOneState>(piece, begin, end);
     }
 }

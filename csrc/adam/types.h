@@ -27,7 +27,17 @@ enum Storage : int32_t {
 // The update rule of an element: see arithmetic.inl.
 enum Rule : int32_t;
 
-// One contiguous run of elements that share hyper-parameters. Mirrored by a ctypes structure in infinity/ops/adam.py.
+// Of moments in 8 bits, as infinity/ops/codes.py makes them: what each code stands for, and the code of each of the
+// cells between -1 and 1. Signed: of the first moment. Behind `cells` lie bytes that a vector may read and does not use.
+struct Maps {
+    float values[2][256];
+    uint8_t cells[2][65536];
+};
+
+// Elements whose moments in 8 bits share an absmax.
+constexpr uint64_t kCodedNumel = 256;
+
+// One contiguous run of elements that share hyper-parameters. Mirrored by a struct in infinity/ops/adam.py.
 struct Piece {
     void* param;
     const void* grad;
@@ -35,6 +45,9 @@ struct Piece {
     float* exp_avg_sq;
     int16_t* remainder;
     float* master;
+    // Of moments in 8 bits; exp_avg and exp_avg_sq are codes then (uint8_t), and the first element begins a block.
+    float* absmax[2];
+    const Maps* maps;
     uint64_t numel;
     Storage storage;
     Dtype grad_dtype;
@@ -72,7 +85,8 @@ struct BlockSum {
 };
 
 struct Kernels {
-    // Returns the number of elements that keep their state because their gradient is not finite.
+    // Returns the number of elements whose gradient is not finite. They keep their state, and with moments in 8 bits
+    // their whole block does; `begin` begins a block.
     uint64_t (*step)(const Piece& piece, uint64_t begin, uint64_t end);
     // Writes one BlockSum for each block of [begin, end); `begin` is the start of a block, `end` the end of one.
     void (*sum)(const Span& span, uint64_t begin, uint64_t end, BlockSum* out);

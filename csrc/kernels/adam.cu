@@ -1,8 +1,9 @@
 // Every update rule on the device: csrc/adam/arithmetic.inl over a grid, with the same bits as on the CPU.
 //
 // A launch steps up to kPiecesMax pieces, which are cut into tiles, one for each block of threads. Aligned arrays are
-// accessed in vectors; the end of a piece and unaligned arrays element by element, with the same arithmetic. Rules with
-// two states and rules with one have a kernel each, so that neither pays for the other's registers.
+// accessed in vectors; the end of a piece and unaligned arrays element by element, with the same arithmetic. Each family
+// of rules has a kernel, so that none pays for another's registers; with moments in 8 bits a block of threads steps one
+// block of elements.
 
 #include "grid.cuh"
 #include "vec.inl"
@@ -12,11 +13,30 @@
 namespace infinity::adam {
 namespace {
 
-template <bool with_two_states>
+template <Dtype grad_dtype, Storage storage, Form form>
+INFINITY_FN Pointers pointers(const Piece& piece, uint64_t index) {
+    return Pointers{static_cast<char*>(piece.param) + index * param_nbytes<storage>(),
+                    static_cast<const char*>(piece.grad) + index * dtype_nbytes<grad_dtype>(),
+                    piece.exp_avg + index,
+                    two_states<form>() ? piece.exp_avg_sq + index : nullptr,
+                    storage == kSplit ? piece.remainder + index : nullptr,
+                    storage >= kMasterHalf ? piece.master + index : nullptr};
+}
+
+// The rules that share a kernel.
+enum Family { kAdams, kPlains, kOnes };
+
+constexpr Family family_of(Rule rule) {
+    return rule == kAdam || rule == kAdamW ? kAdams : rule == kPlainAdamW ? kPlains : kOnes;
+}
+
+template <Family family>
 struct StepKernel {
     static constexpr int kThreads = 256;
     static constexpr uint32_t kTileNumel = kThreads * kPack;
-    static constexpr int kPiecesMax = 32;
+    static constexpr int kPiecesMax = 28;
+
+    static bool takes(Rule rule) { return family_of(rule) == family && rule != kCodedAdamW; }
 
     Piece pieces[kPiecesMax];
     Tiles<kPiecesMax> tiles;
@@ -34,7 +54,8 @@ struct StepKernel {
     }
 
     INFINITY_FN static int step_rule(const Piece& piece, uint64_t begin, int thread) {
-        if constexpr (!with_two_states) return step_dtype<kOneState>(piece, begin, thread);
+        if constexpr (family == kOnes) return step_dtype<kOneState>(piece, begin, thread);
+        if constexpr (family == kPlains) return step_dtype<kPlainForm>(piece, begin, thread);
         return piece.rule == kAdamW ? step_dtype<kAdamWForm>(piece, begin, thread)
                                     : step_dtype<kAdamForm>(piece, begin, thread);
     }
@@ -130,21 +151,114 @@ struct StepKernel {
         return 0;
     }
 
-    template <Dtype grad_dtype, Storage storage, Form form>
-    INFINITY_FN static Pointers pointers(const Piece& piece, uint64_t index) {
-        return Pointers{static_cast<char*>(piece.param) + index * param_nbytes<storage>(),
-                        static_cast<const char*>(piece.grad) + index * dtype_nbytes<grad_dtype>(),
-                        piece.exp_avg + index,
-                        two_states<form>() ? piece.exp_avg_sq + index : nullptr,
-                        storage == kSplit ? piece.remainder + index : nullptr,
-                        storage >= kMasterHalf ? piece.master + index : nullptr};
+};
+
+// A block of threads steps a block of elements: each thread one, and all of them find the two largest magnitudes.
+struct CodedKernel {
+    static constexpr int kThreads = kCodedNumel;
+    static constexpr uint32_t kTileNumel = kCodedNumel;
+    static constexpr int kPiecesMax = 28;
+
+    static bool takes(Rule rule) { return rule == kCodedAdamW; }
+
+    Piece pieces[kPiecesMax];
+    Tiles<kPiecesMax> tiles;
+    // Receives the number of elements whose gradient is not finite. Their blocks keep their state.
+    uint64_t* nonfinite;
+
+    // What the threads tell each other, by thread.
+    struct Shared {
+        float moments[2][kThreads];
+        float most[2][kThreads];
+        int bad[kThreads];
+    };
+
+    INFINITY_FN void operator()(uint32_t block) const {
+        INFINITY_SHARED Shared shared;
+        const int run = tiles.run_of(block);
+        const Piece& piece = pieces[run];
+        const uint64_t tile = block - tiles.first[run];
+        switch (piece.grad_dtype) {
+            case kFloat32: return step_storage<kFloat32>(piece, tile, shared);
+            case kBfloat16: return step_storage<kBfloat16>(piece, tile, shared);
+            case kFloat16: return step_storage<kFloat16>(piece, tile, shared);
+        }
+    }
+
+    template <Dtype grad_dtype>
+    INFINITY_FN void step_storage(const Piece& piece, uint64_t tile, Shared& shared) const {
+        switch (piece.storage) {
+            case kPlain: return step_block<grad_dtype, kPlain>(piece, tile, shared);
+            case kSplit: return step_block<grad_dtype, kSplit>(piece, tile, shared);
+            case kMasterHalf: return step_block<grad_dtype, kMasterHalf>(piece, tile, shared);
+            case kMasterBfloat: return step_block<grad_dtype, kMasterBfloat>(piece, tile, shared);
+        }
+    }
+
+    template <Dtype grad_dtype, Storage storage>
+    INFINITY_FN void step_block(const Piece& piece, uint64_t tile, Shared& shared) const {
+        float(&moments)[2][kThreads] = shared.moments;
+        float(&most)[2][kThreads] = shared.most;
+        int(&bad)[kThreads] = shared.bad;
+        const Constants constants(piece);
+        const uint64_t begin = tile * kCodedNumel;
+        each_thread<kThreads>([&](int thread) {
+            const uint64_t index = begin + thread;
+            bad[thread] = 0;
+            for (int which = 0; which < 2; ++which) moments[which][thread] = most[which][thread] = 0.0f;
+            if (index >= piece.numel) return;
+            const Pointers at = pointers<grad_dtype, storage, kOneState>(piece, index);
+            bad[thread] = nonfinite_lanes<grad_dtype>(at.grad, constants);
+            Vec each[2];
+            for (int which = 0; which < 2; ++which) {
+                const float value = piece.maps->values[which][codes_of(piece, which)[index]];
+                each[which] = mul(broadcast(value), broadcast(piece.absmax[which][tile]));
+            }
+            move_coded<grad_dtype>(at.grad, constants, each[0], each[1]);
+            for (int which = 0; which < 2; ++which) {
+                moments[which][thread] = each[which].value;
+                const Vec magnitude = max(each[which], sub(broadcast(0.0f), each[which]));
+                most[which][thread] = max(magnitude, broadcast(0.0f)).value;
+            }
+        });
+        for (int half = kThreads / 2; half > 0; half /= 2) {
+            each_thread<kThreads>([&](int thread) {
+                if (thread >= half) return;
+                bad[thread] += bad[thread + half];
+                for (int which = 0; which < 2; ++which) {
+                    float& here = most[which][thread];
+                    here = max(broadcast(most[which][thread + half]), broadcast(here)).value;
+                }
+            });
+        }
+        each_thread<kThreads>([&](int thread) {
+            const uint64_t index = begin + thread;
+            if (bad[0]) {
+                if (thread == 0) add_to_count(nonfinite, static_cast<uint64_t>(bad[0]));
+                return;
+            }
+            if (index >= piece.numel) return;
+            const Pointers at = pointers<grad_dtype, storage, kOneState>(piece, index);
+            step_coded<storage>(at, constants, broadcast(moments[0][thread]), broadcast(moments[1][thread]));
+            for (int which = 0; which < 2; ++which) {
+                const Vec inverse = div(broadcast(1.0f), broadcast(most[which][0]));
+                // A comparison with a NaN is false, so that it becomes 0.
+                const float cell = cell_of(broadcast(moments[which][thread]), inverse).value;
+                const float bounded = cell > 0.0f ? (cell < 65535.0f ? cell : 65535.0f) : 0.0f;
+                codes_of(piece, which)[index] = piece.maps->cells[which][static_cast<uint32_t>(bounded)];
+                if (thread == 0) piece.absmax[which][tile] = most[which][0];
+            }
+        });
+    }
+
+    INFINITY_FN static uint8_t* codes_of(const Piece& piece, int which) {
+        return reinterpret_cast<uint8_t*>(which ? piece.exp_avg_sq : piece.exp_avg);
     }
 };
 
-// Launches the pieces whose rule keeps two states, or those whose rule keeps one. Returns 0 or an error code.
-template <bool with_two_states>
+// Launches the pieces whose rule a kernel takes. Returns 0 or an error code.
+template <class Kernel>
 int32_t launch_steps(const Piece* pieces, uint64_t count, uint64_t* nonfinite, void* stream) {
-    using Kernel = StepKernel<with_two_states>;
     Kernel kernel{};
     kernel.nonfinite = nonfinite;
     for (uint64_t done = 0; done < count;) {
@@ -152,7 +266,7 @@ int32_t launch_steps(const Piece* pieces, uint64_t count, uint64_t* nonfinite, v
         int run = 0;
         for (; run < Kernel::kPiecesMax && done < count; ++done) {
             const Piece& piece = pieces[done];
-            if ((piece.rule == kAdam || piece.rule == kAdamW) != with_two_states) continue;
+            if (!Kernel::takes(piece.rule)) continue;
             kernel.pieces[run] = piece;
             kernel.tiles.first[run++] = tiles;
             tiles += static_cast<uint32_t>(ceil_div(piece.numel, Kernel::kTileNumel));
@@ -169,13 +283,15 @@ int32_t launch_steps(const Piece* pieces, uint64_t count, uint64_t* nonfinite, v
 using namespace infinity::adam;
 
 // Returns 0 if `device` can step pieces, else an error code.
-INFINITY_EXPORT int32_t infinity_kernels_runs_on(int32_t device) { return runs_on<StepKernel<true>>(device); }
+INFINITY_EXPORT int32_t infinity_kernels_runs_on(int32_t device) { return runs_on<StepKernel<kAdams>>(device); }
 
 // Steps pieces on `device` and `stream` without waiting. Adds to `nonfinite`, on the device, the number of elements
 // that keep their state because their gradient is not finite. Returns 0 or an error code.
 INFINITY_EXPORT int32_t infinity_kernels_adam_step(int32_t device, void* stream, const Piece* pieces, uint64_t count,
                                                    uint64_t* nonfinite) {
     if (const int32_t error = use_device(device)) return error;
-    if (const int32_t error = launch_steps<true>(pieces, count, nonfinite, stream)) return error;
-    return launch_steps<false>(pieces, count, nonfinite, stream);
+    if (const int32_t error = launch_steps<StepKernel<kAdams>>(pieces, count, nonfinite, stream)) return error;
+    if (const int32_t error = launch_steps<StepKernel<kPlains>>(pieces, count, nonfinite, stream)) return error;
+    if (const int32_t error = launch_steps<StepKernel<kOnes>>(pieces, count, nonfinite, stream)) return error;
+    return launch_steps<CodedKernel>(pieces, count, nonfinite, stream);
 }

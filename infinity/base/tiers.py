@@ -10,6 +10,8 @@ from typing import ClassVar
 EXTENT_ALIGNMENT = 4096
 # Sections of a buffer and parameters of a unit start on a cache line.
 CACHE_LINE = 64
+# Elements whose states in 8 bits share a scale, as in bitsandbytes.
+BLOCK_NUMEL = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ from infinity.checkpoint.format import (
     RankIndex,
     ShardRanges,
     TensorInfo,
+    in_values,
     inside,
+    values_numel,
 )
 from infinity.errors import CheckpointError, TransferError
 from infinity.log import PhaseProgress
@@ -310,7 +312,8 @@ class ExtentReader(BlockReader):
                 if array.start != at:
                     return False
                 at += array.numel
-            if at != (info.numel if shard is None else shard.numel(info.shape)):
+            whole = values_numel(kind, info.numel)
+            if at != (whole if shard is None else in_values(kind, info.shape, shard).numel):
                 return False
         shards = [shard for shard in by_shard if shard is not None]
         if not shards:
@@ -357,7 +360,8 @@ class ExtentReader(BlockReader):
         for shard, places in by_shard.items():
             assert shard is not None
             read = partial(self._read_places, places, what=f"a shard of {tensor} ({kind})")
-            spread_shard(read, shape, shard.dim, shard.ranges, 0, shard.numel(shape), values, start)
+            counted = in_values(kind, shape, shard)
+            spread_shard(read, *counted, 0, counted.numel, values, start)
 
     def read_shard(self, tensor: str, kind: str, shard: ShardRanges, start: int, numel: int, out: Tensor) -> bool:
         """As `read`, with elements counted in the order of a shard's. Return False, and read nothing, where the

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -45,6 +45,7 @@ from infinity.base.untrusted import (
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.crc32c import checksum
 from infinity.plan.shards import Range, local_numel
+from infinity.plan.types import BLOCK_NUMEL as BLOCK_NUMEL_8BIT
 from infinity.plan.types import DTYPE_NBYTES, SAVE_BLOCK_NBYTES
 
 # An extent begins at a multiple of this many bytes; a block of it has a checksum.
@@ -52,6 +53,8 @@ ALIGNMENT = 4096
 BLOCK_NBYTES = SAVE_BLOCK_NBYTES
 # Parameters, what completes them to masters, and buffers have these kinds; all others are moments.
 PARAM, REMAINDER, MASTER, BUFFER = "param", "remainder", "master", "buffer"
+# Kinds of which a value belongs to a block of elements, and those in bytes.
+_SCALES, _CODES = ("absmax1", "absmax2"), ("state1", "state2")
 # The largest number of a save; each save has a greater one than those before it.
 NUMBER_MAX = 2**62
 _BELOW = 2**63
@@ -386,20 +389,62 @@ def disagreement(arrays: Iterable[Array], tensors: Mapping[str, TensorInfo]) -> 
         info = tensors.get(array.tensor)
         if info is None or array.kind not in info.kinds:
             return f"it holds {shortened(array.tensor)} ({shortened(array.kind)}), of which the manifest says nothing"
-        wanted = info.dtype if array.kind in (PARAM, BUFFER) else "int16" if array.kind == REMAINDER else "fp32"
+        wanted = _dtype_of(array.kind, info)
         stop = array.start + array.numel
         if array.dtype != wanted:
             return f"it holds {array.tensor} ({array.kind}) as {array.dtype}, which is kept as {wanted}"
-        if array.shard is None and stop > numels[array.tensor]:
-            return f"it holds elements up to {stop} of {array.tensor}, which has {numels[array.tensor]}"
+        if array.shard is None and stop > (numel := values_numel(array.kind, numels[array.tensor])):
+            return f"it holds elements up to {stop} of {array.tensor}, which has {numel}"
         if array.shard is not None:
             dim, end = array.shard.dim, array.shard.ranges[-1][1]
             if dim >= len(info.shape) or end > info.shape[dim]:
                 shape = shortened(list(info.shape))
                 return f"it holds a shard of {array.tensor} up to {end} of dimension {dim}, which has the shape {shape}"
-            if stop > (numel := local_numel(info.shape, dim, array.shard.ranges)):
+            block, inner = block_of(array.kind), math.prod(info.shape[dim + 1 :])
+            if any(end * inner % block for pair in array.shard.ranges for end in pair):
+                return f"it holds a shard of {array.tensor} ({array.kind}) that is cut inside a block of {block}"
+            if stop > (numel := in_values(array.kind, info.shape, array.shard).numel):
                 return f"it holds elements up to {stop} of a shard of {array.tensor}, which has {numel}"
     return ""
+
+
+def _dtype_of(kind: str, info: TensorInfo) -> str:
+    if kind in (PARAM, BUFFER):
+        return info.dtype
+    return "int16" if kind == REMAINDER else "uint8" if kind in _CODES else "fp32"
+
+
+def block_of(kind: str) -> int:
+    """Return how many elements share a value of this kind."""
+    return BLOCK_NUMEL_8BIT if kind in _SCALES else 1
+
+
+def values_numel(kind: str, numel: int) -> int:
+    """Return how many values of a kind a tensor of `numel` elements has."""
+    return -(-numel // block_of(kind))
+
+
+class Values(NamedTuple):
+    """A shard counted in the values of a kind: shape of the whole, and ranges along a dimension of it."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def numel(self) -> int:
+        """Values of the shard."""
+        return local_numel(self.shape, self.dim, self.ranges)
+
+
+def in_values(kind: str, shape: tuple[int, ...], shard: ShardRanges) -> Values:
+    """Return a shard of a tensor of this shape in the values of a kind: no block of elements is cut by it."""
+    block = block_of(kind)
+    if block == 1:
+        return Values(shape, shard.dim, shard.ranges)
+    inner = math.prod(shape[shard.dim + 1 :])
+    ranges = tuple((begin * inner // block, end * inner // block) for begin, end in shard.ranges)
+    return Values((math.prod(shape[: shard.dim]), shape[shard.dim] * inner // block), 1, ranges)
 
 
 def explained(error: Exception) -> str:
@@ -580,7 +625,8 @@ class ShardRanges:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Elements [start, start + numel) of a tensor, flat in C order: at byte `offset` of extent number `extent`.
+    """Elements [start, start + numel) of a tensor, flat in C order: at byte `offset` of extent number `extent`. Of a
+    kind that has a value for each block of elements, values.
 
     shard: the range counts in the order of this shard's elements; None: in the tensor's.
     """

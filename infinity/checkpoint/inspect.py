@@ -35,6 +35,7 @@ from infinity.checkpoint.format import (
     RankIndex,
     check_files,
     inside,
+    values_numel,
 )
 from infinity.checkpoint.restore import CheckpointSource
 from infinity.errors import CheckpointError, TransferError, listed
@@ -220,7 +221,7 @@ def compare_checkpoints(
     both = [name for name in one.tensors if name in two.tensors]
     alike = [name for name in both if one.tensors[name].shape == two.tensors[name].shape]
     work = [(name, kind) for name in alike for kind in _kinds(one, two, name)]
-    total = sum(one.tensors[name].numel for name, _ in work)
+    total = sum(values_numel(kind, one.tensors[name].numel) for name, kind in work)
     compared: dict[str, int] = {}
     changes = []
     done = 0
@@ -230,7 +231,7 @@ def compare_checkpoints(
     ):
         sources = CheckpointSource(left), CheckpointSource(right)
         for name, kind in work:
-            numel, changed, largest = one.tensors[name].numel, 0, 0.0
+            numel, changed, largest = values_numel(kind, one.tensors[name].numel), 0, 0.0
             compared[kind] = compared.get(kind, 0) + 1
             for a, b in zip(*(_read_blocks(source, name, kind) for source in sources), strict=True):
                 count, distance = _distance(a, b)
@@ -267,7 +268,7 @@ def _unlike(one: Manifest, two: Manifest, names: Iterable[str]) -> Iterator[tupl
 
 
 def _read_blocks(source: CheckpointSource, name: str, kind: str) -> Iterator[Tensor]:
-    numel = source.tensors[name].numel
+    numel = values_numel(kind, source.tensors[name].numel)
     for start in range(0, numel, _BLOCK_NUMEL):
         count = min(_BLOCK_NUMEL, numel - start)
         if kind == WEIGHT:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from infinity.checkpoint.format import BUFFER, PARAM, Array, ShardRanges, TensorInfo
+from infinity.checkpoint.format import BUFFER, PARAM, Array, ShardRanges, TensorInfo, block_of, values_numel
 from infinity.errors import CheckpointError
 from infinity.memory.partition import DTYPES
 from infinity.plan.layout import Slice, Slot
@@ -93,23 +93,27 @@ def _pieces(plan: Plan, spec: PartitionSpec, index: int, tensor: int, *, shared:
         ]
         yield TensorSpan(spec.key, part, 0, spec.nbytes, tuple(arrays))
         return
-    first, last = (_cut(numel, at, plan.topology.dp) for at in (index, index + 1))
+    unit = max(CACHE_LINE, *(section.kind.block for section in spec.sections))
+    first, last = (_cut(numel, at, plan.topology.dp, unit) for at in (index, index + 1))
     for section in spec.sections:
-        width = DTYPE_NBYTES[section.dtype]
+        width, own = DTYPE_NBYTES[section.dtype], section.kind.span(first, last - first)
         arrays = list(_arrays(plan, spec.key, section.kind.value, section.dtype, index, tensor, first, last, 0))
-        yield TensorSpan(spec.key, part, section.offset + first * width, (last - first) * width, tuple(arrays))
+        begin = section.offset + own.start * width
+        yield TensorSpan(spec.key, part, begin, (own.stop - own.start) * width, tuple(arrays))
 
 
-def _cut(numel: int, index: int, size: int) -> int:
-    """Return where a rank's share of `numel` elements begins."""
-    return numel if index == size else numel * index // size // CACHE_LINE * CACHE_LINE
+def _cut(numel: int, index: int, size: int, unit: int) -> int:
+    """Return where a rank's share of `numel` elements begins: at a multiple of `unit`."""
+    return numel if index == size else numel * index // size // unit * unit
 
 
 def _arrays(
     plan: Plan, key: Key, kind: str, dtype: str, index: int, tensor: int, first: int, last: int, offset: int
 ) -> Iterator[Array]:
-    """Yield the parts of tensors in elements [first, last) of a partition. offset: the byte of element `first`."""
-    width = DTYPE_NBYTES[dtype]
+    """Yield the parts of tensors in elements [first, last) of a partition, which no block of the kind crosses. offset:
+    the byte of element `first`.
+    """
+    width, block = DTYPE_NBYTES[dtype], block_of(kind)
     for piece, at in _stretches(plan, key):
         begin, end = max(first, at), min(last, at + piece.numel)
         if begin >= end:
@@ -118,8 +122,9 @@ def _arrays(
         flat = layout.partition_start(parts, index) + piece.start + begin - at
         for overlap in layout.overlaps(flat, flat + end - begin):
             yield Array(
-                tensor=overlap.slot.name, kind=kind, dtype=dtype, start=overlap.tensor_start, numel=overlap.numel,
-                extent=0, offset=offset + (begin - first + overlap.range_start) * width,
+                tensor=overlap.slot.name, kind=kind, dtype=dtype, start=overlap.tensor_start // block,
+                numel=values_numel(kind, overlap.numel), extent=0,
+                offset=offset + (begin - first + overlap.range_start) // block * width,
                 shard=shard_ranges(overlap.slot, tensor),
             )  # fmt: skip
 

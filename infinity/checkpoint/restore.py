@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.files import ExtentReader
-from infinity.checkpoint.format import BUFFER, MASTER, PARAM, REMAINDER, FileExtent, ShardRanges, TensorInfo
+from infinity.checkpoint.format import BUFFER, MASTER, PARAM, REMAINDER, FileExtent, ShardRanges, TensorInfo, in_values
 from infinity.checkpoint.pieces import TensorSpan, holdings, shard_ranges
 from infinity.errors import CheckpointError, listed
 from infinity.log import logger
@@ -29,14 +29,17 @@ from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.shard_copy import read_shard, store_masters
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import join
+from infinity.ops.codes import decoded, encoded
 from infinity.plan.layout import Overlap, Slice, SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
-from infinity.plan.types import DTYPE_NBYTES, FLOATING_DTYPES, Key, Kind
+from infinity.plan.types import ADAM_MOMENTS, BLOCK_NUMEL, CODED_MOMENTS, DTYPE_NBYTES, FLOATING_DTYPES, Key, Kind
 
 # Masters made at a time, in elements.
 _CHUNK_NUMEL = 1 << 20
 _COMPANIONS = (REMAINDER, MASTER)
+# Adam's moments, which are made of codes where a checkpoint has these.
+_IN_CODES = {kind: which for which, kind in enumerate(ADAM_MOMENTS)}
 # Dtypes as which elements are moved, whatever they are.
 _BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -178,10 +181,9 @@ class ShardedSource:
             self._source.read(source, kind, start, numel, out)
         elif numel and not self._source.read_shard(source, kind, shard, start, numel, out):
             values = out.view(_BY_WIDTH[out.nbytes // numel])
-            shape = self._source.tensors[source].shape
             read_shard(
-                lambda first, part: self._source.read(source, kind, first, part.numel(), part), shape, shard.dim,
-                shard.ranges, start, values,
+                lambda first, part: self._source.read(source, kind, first, part.numel(), part),
+                *in_values(kind, self._source.tensors[source].shape, shard), start, values,
             )  # fmt: skip
 
     def extent_of(self, piece: TensorSpan) -> FileExtent | None:
@@ -289,10 +291,29 @@ def _fill_moments(
 ) -> None:
     name = overlap.slot.name
     info = source.info(name)
-    for kind in moments:
-        values = states.view(kind)[first : first + overlap.numel]
-        if info is not None and kind.value in info.kinds:
-            source.read(name, kind.value, overlap.tensor_start, overlap.numel, values)
+    kept = () if info is None else info.kinds
+
+    def read(kind: Kind, out: Tensor) -> None:
+        source.read(name, kind.value, overlap.tensor_start // kind.block, out.numel(), out)
+
+    views = {kind: states.view(kind)[kind.span(first, overlap.numel)] for kind in moments}
+    if moments == CODED_MOMENTS and kept and not {kind.value for kind in CODED_MOMENTS} & {*kept}:
+        for which, kind in enumerate(ADAM_MOMENTS):
+            values = torch.zeros(overlap.numel, dtype=torch.float32, device="cpu")
+            if kind.value in kept:
+                read(kind, values)
+            for coded, made in zip(CODED_MOMENTS[2 * which :], encoded(values, which), strict=False):
+                views[coded].copy_(made)
+        return
+    for kind, values in views.items():
+        if kind.value in kept:
+            read(kind, values)
+        elif kind in _IN_CODES and (codes := CODED_MOMENTS[2 * _IN_CODES[kind]]).value in kept:
+            scales = CODED_MOMENTS[2 * _IN_CODES[kind] + 1]
+            blocks = -(-overlap.numel // BLOCK_NUMEL)
+            read(codes, found := torch.empty(overlap.numel, dtype=torch.uint8, device="cpu"))
+            read(scales, above := torch.empty(blocks, dtype=torch.float32, device="cpu"))
+            values.copy_(decoded(found, above, _IN_CODES[kind]))
         else:
             values.fill_(start)
 

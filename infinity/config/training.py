@@ -28,6 +28,7 @@ from infinity.config.section import (
     NsDtype,
     NsMethod,
     NsSteps,
+    OptimBits,
     Positive,
     Refused,
     Section,
@@ -501,6 +502,42 @@ class Muon(Optimizer):
     params: MuonParams = MuonParams()
 
 
-AnyOptimizer = Adam | Lion | Adagrad | Sgd | Rmsprop | Adamax | Nadam | Muon
+class AdamW8bitParams(Section):
+    """Hyper-parameters of AdamW with moments in 8 bits, by bitsandbytes' names. A parameter group or a parameter with
+    `optim_bits` 32 keeps fp32 moments.
+    """
+
+    lr: Positive = 1e-3
+    """Learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """Decay rates of the first and of the second moment."""
+    eps: Weight = 1e-8
+    """Added to the denominator."""
+    weight_decay: Weight = 0.01
+    """Weight decay, decoupled from the gradient."""
+    min_8bit_size: Natural = 4096
+    """Parameters of fewer elements keep fp32 moments."""
+    optim_bits: OptimBits = 8
+    """Bits of the moments: 8, or 32 for those of every parameter."""
+    amsgrad: Annotated[
+        Flag, Refused("the largest second moment is not kept", "Remove it, or pass torch.optim.AdamW(amsgrad=True)")
+    ] = False
+    """Divide by the largest second moment so far."""
+    max_unorm: Annotated[
+        Weight,
+        Refused("an update is not cut by the norm of its parameter", "Remove it; gradient_clipping cuts gradients"),
+    ] = 0.0
+    """Bound of an update's norm, as a multiple of its parameter's."""
+
+
+class AdamW8bit(Optimizer):
+    """AdamW with moments in 8 bits, in blocks of 256 that share a scale, with the bits of bitsandbytes'."""
+
+    type: Annotated[Literal["AdamW8bit"], TYPE_NAMED]
+    """Name of the optimizer."""
+    params: AdamW8bitParams = AdamW8bitParams()
+
+
+AnyOptimizer = Adam | Lion | Adagrad | Sgd | Rmsprop | Adamax | Nadam | Muon | AdamW8bit
 # The values of `type`.
 OPTIMIZER_TYPES = tuple(name for section in get_args(AnyOptimizer) for name in types_of(section))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.data import DataLoader, Dataset
 
 from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
-from infinity.config.training import Adam, Muon
+from infinity.config.training import Adam, AdamW8bit, Muon
 from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.groups import ProcessGroups, Ranks, detect
@@ -38,6 +38,7 @@ from infinity.observability.monitors import check_installed
 from infinity.optim.factory import (
     Chosen,
     adam_from_params,
+    coded_adamw,
     from_name,
     from_several,
     from_torch,
@@ -101,7 +102,8 @@ def initialize(
         loader = _loader(resolved, training_data, collate_fn, groups, device)
         draw = None if loader is None else loader.example
         adopted, passed = find_run(resolved, groups) if chosen.trains else (None, [])
-        plan, inputs = preflight(resolved, model, trained.group_of(), device, groups, chosen.spec, draw, adopted)
+        wanted = chosen.spec_of(model)
+        plan, inputs = preflight(resolved, model, trained.group_of(), device, groups, wanted, draw, adopted)
         agree_on_plan(plan, groups.stage, groups.world)
         liger = apply_liger(resolved.sections.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(inputs.limits, inputs.reserve.taken_nbytes, inputs.reserve.peak_nbytes(plan))
@@ -269,6 +271,8 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
         params = section.params.model_dump()
         if isinstance(section, Adam):
             found = adam_from_params(params, decoupled=section.decoupled)
+        elif isinstance(section, AdamW8bit):
+            found = coded_adamw(params, groups)
         elif isinstance(section, Muon):
             found = muon_and_adamw(params, groups, _hidden(config, model))
         else:

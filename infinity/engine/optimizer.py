@@ -8,7 +8,7 @@ every rank must write the same.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -82,7 +82,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         super().__init__(listed, defaults)
         self.param_groups = listed
         # The parameters of each group as the step knows them, by id.
-        self._told = _members(listed)
+        self._told = self._members()
         self._names = {id(param): name for name, param in module.named_parameters()}
 
     @property
@@ -113,19 +113,24 @@ class TieredOptimizer(torch.optim.Optimizer):
             # A `load_state_dict` of the program's own optimizer replaces it.
             vars(self._inner)["state"] = self._states
             self._states.replace(given)
-        if (members := _members(self.param_groups)) != self._told:
-            self._step.regroup(self._group_of())
-            self._told = members
         for at, group in enumerate(self.param_groups):
             try:
-                if len([*self._step.rules]) > 1:
-                    self._check_rule(at, group)
                 self._step.rules.hyper(group)
             except (LookupError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"param_groups[{at}] has not what {self.kind} steps with ({type(error).__name__}: {error}): give "
                     f"it {', '.join(self.defaults)}"
                 ) from error
+        if (members := self._members()) != self._told:
+            for at, group in enumerate(self.param_groups if self._step.rules.by_group else ()):
+                self._check_rule(at, group)
+            self._step.regroup(self._group_of())
+            self._told = members
+
+    def _members(self) -> list[tuple[int, list[int]]]:
+        """Return of each group the number of its rule and the ids of its parameters."""
+        number = self._step.rules.number
+        return [(number(group), [*map(id, group["params"])]) for group in self.param_groups]
 
     def _check_rule(self, at: int, group: Mapping[str, Any]) -> None:
         """ConfigError where a group names another rule than the one whose states its parameters have."""
@@ -268,11 +273,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         steps.update(given)
 
 
-def _members(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the ids of each group's parameters."""
-    return [[*map(id, group["params"])] for group in groups]
-
-
 class OptimizerStates(MutableMapping[nn.Parameter, "StatesOf"]):
     """The states of all parameters that an engine trains, by parameter; it has those that were stepped."""
 
@@ -321,6 +321,10 @@ class OptimizerStates(MutableMapping[nn.Parameter, "StatesOf"]):
                 states.replace(dict(new or {}))
         if values:
             raise ConfigError("optimizer.state: what was assigned has states of a parameter that is not in the model")
+
+
+# What an optimizer that counts has beside the states of elements; in bitsandbytes' also the values of all codes.
+_BESIDE = ("step", "qmap1", "qmap2")
 
 
 class StatesOf(MutableMapping[str, Any]):
@@ -408,11 +412,13 @@ class StatesOf(MutableMapping[str, Any]):
         if values and (missing := [key for key in self._wanted() if key not in values]):
             raise ConfigError(f"optimizer.state: what was assigned to {self._name} lacks {', '.join(missing)}")
         singles = {key: value for key, value in values.items() if key not in kinds}
-        if not rule.scalars and (unknown := [key for key in singles if key != "step"]):
+        if not rule.scalars and (unknown := [key for key in singles if key not in _BESIDE]):
             self._refuse(unknown)
         for key, kind in kinds.items():
-            value = values[key] if values else torch.full(self._state.shape, rule.start, device="cpu")
-            self._state.set_full(kind.value, torch.as_tensor(value, device="cpu"))
+            if values:
+                self._state.set_full(kind.value, torch.as_tensor(values[key], device="cpu"))
+            else:
+                self._state.set_full(kind.value, torch.full(self._state.shape_of(kind.value), rule.start, device="cpu"))
         if not values:
             self._count(0)
         elif not rule.scalars:

@@ -26,7 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infinity.base.tiers import BLOCK_NUMEL
 from infinity.ops import build, kernels, reference
+from infinity.ops.codes import maps_address
 from infinity.ops.cores import allowed_cores, thread_count
 from infinity.ops.rules import (
     CPU,
@@ -34,6 +36,7 @@ from infinity.ops.rules import (
     FLOATS,
     AdagradHyper,
     AdamHyper,
+    CodedAdamHyper,
     Hyper,
     LionHyper,
     MomentumHyper,
@@ -47,6 +50,7 @@ from infinity.ops.rules import (
 __all__ = [
     "AdagradHyper",
     "AdamHyper",
+    "CodedAdamHyper",
     "GradStats",
     "Hyper",
     "LionHyper",
@@ -70,7 +74,7 @@ _ISAS = ("scalar", "avx2", "avx512", "neon")
 _PLAIN, _SPLIT, _MASTER_HALF, _MASTER_BFLOAT = range(4)
 _ACCUMULATE_NUMEL = 1 << 20
 # struct Piece of csrc/adam/types.h: the fields of the piece, then those of its hyper-parameters and the step.
-_HEAD = struct.Struct("@6PQ2i")
+_HEAD = struct.Struct("@9PQ2i")
 # "0P" adds C's padding, so that the next piece is aligned as a pointer.
 _TAIL = struct.Struct(f"@i{StepConstants.COUNT}f0P")
 
@@ -87,7 +91,8 @@ def adam_step(
 ) -> int | Tensor:
     """Step every piece in place by the rule of its hyper-parameters.
 
-    An element whose scaled gradient is not finite keeps every bit of its weight and states.
+    An element whose scaled gradient is not finite keeps every bit of its weight and states; with moments in 8 bits its
+    whole block does.
 
     Arguments:
         pieces: all on the CPU, or all on one other device.
@@ -327,6 +332,7 @@ def _table(pieces: Sequence[Piece], tails: Mapping[int, bytes]) -> bytes:
         if (
             split_or_plain
             and piece.master is None
+            and piece.scales is None
             and v is not None
             and piece.hyper.rule.two_states
             and code is not None
@@ -339,7 +345,8 @@ def _table(pieces: Sequence[Piece], tails: Mapping[int, bytes]) -> bytes:
         else:
             storage, code = _check_piece(f"pieces[{index}]", piece), DTYPE_CODES[grad.dtype]
         others = (_pointer(v), _pointer(rest), _pointer(piece.master))
-        head = _HEAD.pack(param.data_ptr(), grad.data_ptr(), m.data_ptr(), *others, numel, storage, code)
+        codes = (0, 0, 0) if piece.scales is None else (*map(_pointer, piece.scales), maps_address(param.device))
+        head = _HEAD.pack(param.data_ptr(), grad.data_ptr(), m.data_ptr(), *others, *codes, numel, storage, code)
         records.append(head + tails[id(piece.hyper)])
     return b"".join(records)
 
@@ -358,11 +365,17 @@ def _check_piece(name: str, piece: Piece) -> int:
 
     check("param", *FLOATS)
     check("grad", *FLOATS)
-    check("exp_avg", _FP32)
+    coded = piece.hyper.rule is Rule.CODED_ADAMW
+    check("exp_avg", torch.uint8 if coded else _FP32)
     if piece.hyper.rule.two_states != (piece.exp_avg_sq is not None):
         kept = "two states" if piece.hyper.rule.two_states else "one state"
         raise ValueError(f"{name}.exp_avg_sq: {piece.hyper.rule.name} keeps {kept} an element")
-    check("exp_avg_sq", _FP32)
+    check("exp_avg_sq", torch.uint8 if coded else _FP32)
+    if coded != (piece.scales is not None):
+        raise ValueError(f"{name}.scales: {piece.hyper.rule.name} has {'two' if coded else 'none'}")
+    for scale in piece.scales or ():
+        blocks = -(-piece.param.numel() // BLOCK_NUMEL)
+        check_tensor(f"{name}.scales", scale, (_FP32,), blocks, piece.param.device)
     if piece.remainder is not None and piece.master is not None:
         raise ValueError(f"{name}.remainder and {name}.master exclude each other")
     if piece.remainder is not None:

@@ -12,6 +12,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from infinity.base.tiers import BLOCK_NUMEL
+from infinity.ops.codes import decoded, encoded
 from infinity.ops.rules import Piece, StepConstants, fma
 
 # Bounds the temporary memory: about two fp64 values and some masks for each element of a chunk.
@@ -23,8 +25,8 @@ _SUM_LANES = 16
 def adam_step(piece: Piece, constants: StepConstants) -> Tensor:
     """Step a checked piece in place, as step_lanes of csrc/adam/arithmetic.inl does; the host does not wait.
 
-    Elements whose scaled gradient is not finite keep every bit of their state; return their number (int64 [], on the
-    piece's device).
+    Elements whose scaled gradient is not finite keep every bit of their state, and with moments in 8 bits all of their
+    block do; return the number of such gradients (int64 [], on the piece's device).
     """
     nonfinite_count = torch.zeros((), dtype=torch.int64, device=piece.param.device)
     for at in _chunks(piece.param.numel()):
@@ -34,15 +36,27 @@ def adam_step(piece: Piece, constants: StepConstants) -> Tensor:
         grad = grad.clamp(-constants.grad_bound, constants.grad_bound)
         written = [tensor.view(-1)[at] for tensor in _written(piece)]
         kept = [tensor.clone() for tensor in written]
+        nonfinite_count += (~finite).sum()
         if piece.hyper.rule.decoupled:
             weight = weight * constants.decay
         else:
             grad = fma(constants.weight_decay, weight, grad)
         states = [tensor.view(-1)[at] for tensor in (piece.exp_avg, piece.exp_avg_sq) if tensor is not None]
-        _store_weight(piece, at, piece.hyper.stepped(weight, grad, states, constants))
+        if piece.scales is None:
+            _store_weight(piece, at, piece.hyper.stepped(weight, grad, states, constants))
+        else:
+            whole = ~torch.nn.functional.pad(~finite, (0, -finite.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL).any(1)
+            finite = whole.repeat_interleave(BLOCK_NUMEL)[: finite.numel()]
+            blocks = slice(at.start // BLOCK_NUMEL, at.start // BLOCK_NUMEL + whole.numel())
+            scales = [scale.view(-1)[blocks] for scale in piece.scales]
+            moments = [decoded(*each, which) for which, each in enumerate(zip(states, scales, strict=True))]
+            _store_weight(piece, at, piece.hyper.stepped(weight, grad, moments, constants))
+            for which, moment in enumerate(moments):
+                codes, made = encoded(moment, which)
+                states[which].copy_(codes)
+                scales[which].copy_(torch.where(whole, made, scales[which]))
         for tensor, old in zip(written, kept, strict=True):
             torch.where(finite, tensor, old, out=tensor)
-        nonfinite_count += (~finite).sum()
     return nonfinite_count
 
 

@@ -30,16 +30,19 @@ class Rule(IntEnum):
     LION = 2
     ADAGRAD = 3
     MOMENTUM = 4
+    # AdamW in the operations of bitsandbytes, with fp32 moments and with moments in 8 bits.
+    PLAIN_ADAMW = 5
+    CODED_ADAMW = 6
 
     @property
     def two_states(self) -> bool:
-        """Whether the rule keeps two fp32 values an element; otherwise one, in the place of Adam's first moment."""
-        return self in (Rule.ADAM, Rule.ADAMW)
+        """Whether the rule keeps two values an element; otherwise one, in the place of Adam's first moment."""
+        return self in (Rule.ADAM, Rule.ADAMW, Rule.PLAIN_ADAMW, Rule.CODED_ADAMW)
 
     @property
     def decoupled(self) -> bool:
         """Whether weight decay shrinks the weight; otherwise it is added to the gradient."""
-        return self in (Rule.ADAMW, Rule.LION)
+        return self in (Rule.ADAMW, Rule.LION, Rule.PLAIN_ADAMW, Rule.CODED_ADAMW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +217,46 @@ class MomentumHyper:
         return fma(c.minus_step_size, fma(c.sqrt_bias_correction2, buffer, grad * c.decay), weight)
 
 
+@dataclass(frozen=True, slots=True)
+class CodedAdamHyper:
+    """Hyper-parameters of AdamW as bitsandbytes steps it: `coded`: moments in 8 bits, as `infinity.ops.codes` has them.
+
+    Its constant `weight_decay` is beta1. The two kinds of moments have formulas of their own: with fp32 moments the
+    correction of the second one is in `eps` and in the step size.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    coded: bool = True
+
+    @property
+    def rule(self) -> Rule:
+        return Rule.CODED_ADAMW if self.coded else Rule.PLAIN_ADAMW
+
+    def constants(self, *, step: int, grad_scale: float) -> StepConstants:
+        """See `Hyper.constants`."""
+        correction1, correction2 = 1.0 - self.beta1**step, math.sqrt(1.0 - self.beta2**step)
+        return StepConstants(
+            grad_scale=grad_scale, weight_decay=self.beta1, decay=1.0 - self.lr * self.weight_decay,
+            one_minus_beta1=1.0 - self.beta1, beta2=self.beta2, one_minus_beta2=1.0 - self.beta2,
+            sqrt_bias_correction2=correction2, eps=self.eps if self.coded else self.eps * correction2,
+            minus_step_size=-self.lr / correction1 if self.coded else -self.lr * correction2 / correction1,
+        )  # fmt: skip
+
+    def stepped(self, weight: Tensor, grad: Tensor, states: Sequence[Tensor], c: StepConstants) -> Tensor:
+        """See `Hyper.stepped`; the states are fp32, whatever they are kept in."""
+        mean, squares = states
+        mean.copy_(fma(c.one_minus_beta1, grad, mean * c.weight_decay))
+        squares.copy_(fma(grad * c.one_minus_beta2, grad, squares * c.beta2))
+        if not self.coded:
+            return fma(mean / (_root(squares) + c.eps), c.minus_step_size, weight)
+        denominator = _root(squares) / squares.new_full((), c.sqrt_bias_correction2) + c.eps
+        return weight + (mean * c.minus_step_size) / denominator
+
+
 def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
     """Return a * b + c, rounded once to fp32. Tensors are fp32, and floats must be fp32 values.
 
@@ -256,15 +299,17 @@ class Piece:
     """Contiguous tensors of one device and number of elements (0 is allowed) that are stepped in place.
 
     A bf16 `param` has a `remainder` or a `master`, an fp16 `param` has a `master`, an fp32 `param` has neither. A rule
-    with one state keeps it in `exp_avg` and has no `exp_avg_sq`.
+    with one state keeps it in `exp_avg` and has no `exp_avg_sq`. Moments in 8 bits are codes, and have `scales`: the
+    absmax of the first and of the second one's blocks. The first element begins a block.
     """
 
     param: Tensor  # [numel] fp32, bf16 or fp16
     grad: Tensor  # [numel] fp32, bf16 or fp16, independent of param
-    exp_avg: Tensor  # [numel] fp32
-    exp_avg_sq: Tensor | None = None  # [numel] fp32
+    exp_avg: Tensor  # [numel] fp32, or uint8
+    exp_avg_sq: Tensor | None = None  # [numel] fp32, or uint8
     remainder: Tensor | None = None  # [numel] int16
     master: Tensor | None = None  # [numel] fp32
+    scales: tuple[Tensor, Tensor] | None = None  # each [blocks] fp32
     hyper: Hyper = field(kw_only=True)
 
 

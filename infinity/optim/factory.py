@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.optim import update_rules
 from infinity.optim.muon import MuonRule
 from infinity.optim.torch_rule import TorchRule
-from infinity.optim.update_rules import Rules, UpdateRule
+from infinity.optim.update_rules import CodedRule, NativeRule, Rules, UpdateRule
 from infinity.plan.request import OptimizerSpec, RuleSpec
 
 
@@ -30,35 +31,40 @@ class Chosen:
     defaults: dict[str, Any]
     groups: list[dict[str, Any]] | None = None
     given: bool = False
+    # Of two rules that no group names: the least elements of a parameter that the first steps, and the ids of those
+    # that it does not step, however large.
+    numel_min: int = 0
+    small: frozenset[int] = frozenset()
     # False of what `no_optimizer` returns.
     trains: bool = True
 
     @property
     def name(self) -> str:
         """As log lines show it."""
-        return " and ".join(self.names)
+        return self.names[0] if self.numel_min else " and ".join(self.names)
 
     @property
     def way(self) -> str:
         """How it is stepped, in words."""
         ways = (
             "matrix by matrix" if isinstance(rule, MuonRule)
-            else "in one native pass" if rule.joins else "by torch, on fp32 stretches of partitions"
+            else "in one native pass" if isinstance(rule, NativeRule) else "by torch, on fp32 stretches of partitions"
             for rule in self.rules
         )  # fmt: skip
-        return " and ".join(ways)
+        return " and ".join(dict.fromkeys(ways))
 
-    @property
-    def spec(self) -> OptimizerSpec:
-        """What the plan has to know of it."""
+    def spec_of(self, model: nn.Module) -> OptimizerSpec:
+        """Return what the plan has to know of it."""
         several = len(self.names) > 1
         specs = tuple(
             RuleSpec(rule.moments, rule.dtype.itemsize if isinstance(rule, MuonRule) else 0, name if several else "")
             for name, rule in zip(self.names, self.rules, strict=True)
         )
-        numbers = tuple(map(self.rules.number, self.groups or ())) if several else ()
         return OptimizerSpec(
-            specs, self.rules.guarded, undoable=not self.rules.scalars, trains=self.trains, rule_of=numbers
+            specs, self.rules.guarded, undoable=not self.rules.scalars, trains=self.trains,
+            rule_of=tuple(map(self.rules.number, self.groups or ())) if self.rules.by_group else (),
+            numel_min=self.numel_min,
+            small=frozenset(name for name, param in model.named_parameters() if id(param) in self.small),
         )  # fmt: skip
 
 
@@ -70,6 +76,8 @@ def no_optimizer() -> Chosen:
 def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
     """Choose the rule of an instance that has not stepped; ConfigError if it cannot run on partitions."""
     kind = type(optimizer)
+    if _is_coded(optimizer):
+        return _from_bitsandbytes(optimizer)
     native = _own_rule_of(optimizer)
     if optimizer.state and native is None:
         raise ConfigError(
@@ -105,7 +113,7 @@ def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
     params = [id(param) for group in groups for param in group["params"]]
     if len(params) != len(set(params)):
         raise ConfigError("optimizer=[...]: a parameter is in two of the optimizers: give it to one of them")
-    names, rules = tuple(each.name for each in found), Rules(*(each.rules[0] for each in found))
+    names, rules = tuple(each.name for each in found), Rules(*(each.rules[0] for each in found), by_group=True)
     return Chosen(names, rules, dict(found[0].defaults), groups, given=True)
 
 
@@ -149,8 +157,72 @@ def muon_and_adamw(params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
         for use_muon, members, defaults in ((True, parts[0], muon), (False, parts[1], adamw)):
             if members:
                 made.append({**defaults, **own, "params": members, "use_muon": use_muon})
-    rules = Rules(MuonRule(params["ns_dtype"]), update_rules.adam(decoupled=True))
+    rules = Rules(MuonRule(params["ns_dtype"]), update_rules.adam(decoupled=True), by_group=True)
     return Chosen(("Muon", "AdamW"), rules, {"lr": params["lr"], **decay}, made)
+
+
+def coded_adamw(params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Chosen:
+    """Choose AdamW with moments in 8 bits, and in fp32 for parameters that are small or that say so: a group or a
+    parameter with `optim_bits` 32.
+    """
+    small = [
+        id(param)
+        for group in groups
+        for param in group["params"]
+        if group.get("optim_bits", getattr(param, "optim_bits", params["optim_bits"])) == 32
+    ]
+    defaults = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    return Chosen(
+        _CODED_NAMES, _coded_rules(), defaults, numel_min=max(params["min_8bit_size"], 1), small=frozenset(small)
+    )  # fmt: skip
+
+
+# As `infinity.plan.request.optimizer_spec` has them.
+_CODED_NAMES = ("AdamW8bit", "AdamW")
+
+
+def _coded_rules() -> Rules:
+    return Rules(CodedRule(coded=True), CodedRule(coded=False))
+
+
+def _is_coded(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is bitsandbytes' Adam or AdamW with moments in 8 bits, which is not imported here."""
+    theirs = type(optimizer).__module__.startswith("bitsandbytes.")
+    bits: Any = getattr(getattr(optimizer, "args", None), "optim_bits", None)
+    return theirs and getattr(optimizer, "optimizer_name", None) == "adam" and bits == 8
+
+
+def _from_bitsandbytes(optimizer: Any) -> Chosen:
+    """Choose the rules of bitsandbytes' AdamW in 8 bits, with what its `GlobalOptimManager` says of single parameters.
+    ConfigError for what has no place here.
+    """
+    kind, args = type(optimizer).__name__, optimizer.args
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise ConfigError(f"optimizer {kind} has stepped already; pass it to initialize() before that")
+    optimizer.check_overrides()
+    small = set[int]()
+    for at, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            told = optimizer.get_config(at, index, group)
+            kept = {**group, "min_8bit_size": args.min_8bit_size, "max_unorm": 0.0, "skip_zeros": False}
+            other = [key for key in _TOLD if told[key] != kept[key]]
+            if other or told["optim_bits"] not in (8, 32):
+                key = other[0] if other else "optim_bits"
+                raise ConfigError(
+                    f"optimizer {kind}: {key} is {told[key]!r} for parameter {index} of group {at}, and infinity takes "
+                    "optim_bits 8 or 32 of single parameters: put it into a parameter group of its own, without "
+                    "max_unorm and skip_zeros"
+                )
+            if told["optim_bits"] == 32:
+                small.add(id(param))
+    return Chosen(
+        _CODED_NAMES, _coded_rules(), dict(optimizer.defaults), optimizer.param_groups, given=True,
+        numel_min=max(args.min_8bit_size, 1), small=frozenset(small),
+    )  # fmt: skip
+
+
+# What its manager may tell of a parameter that is the group's, or everybody's, here.
+_TOLD = ("lr", "betas", "eps", "weight_decay", "min_8bit_size", "max_unorm", "skip_zeros")
 
 
 def _own_rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:

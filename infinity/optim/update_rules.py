@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from infinity.errors import ConfigError, StateError
 from infinity.ops.adam import (
     AdagradHyper,
     AdamHyper,
+    CodedAdamHyper,
     Hyper,
     LionHyper,
     MomentumHyper,
@@ -35,7 +36,7 @@ from infinity.ops.adam import (
     split,
 )
 from infinity.plan.layout import Slice, UnitLayout
-from infinity.plan.types import ADAM_MOMENTS, Kind
+from infinity.plan.types import ADAM_MOMENTS, CODED_MOMENTS, Kind
 
 
 class LionOptimizer(torch.optim.Optimizer):
@@ -145,7 +146,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 class StepSlice:
     """Flat tensors [numel] of one device.
 
-    moments: fp32, in the order of the rule's. remainder, master: as in `infinity.ops.adam.Piece`.
+    moments: in the order of the rule's kinds. remainder, master: as in `infinity.ops.adam.Piece`.
     """
 
     segment: Segment
@@ -179,7 +180,7 @@ def put_masters(piece: StepSlice, at: slice, weight: Tensor) -> None:
 class UpdateRule(Protocol):
     """Steps slices; reads hyper-parameters from a parameter group."""
 
-    # What the rule keeps of an element, and the first value of that.
+    # What the rule keeps of an element or a block of them, and the first value of that.
     moments: tuple[Kind, ...]
     start: float
     # The same by the names that torch gives them.
@@ -207,10 +208,15 @@ class UpdateRule(Protocol):
 
 
 class Rules:
-    """The update rules of a run, by their numbers in the plan: one, or one for matrices and one for everything else."""
+    """The update rules of a run, by their numbers in the plan: one, or one for some parameters and one for the rest.
 
-    def __init__(self, *rules: UpdateRule) -> None:
+    by_group: of two rules, whether a parameter group says which steps its parameters. Otherwise groups have parameters
+    of both, which have the same hyper-parameters.
+    """
+
+    def __init__(self, *rules: UpdateRule, by_group: bool = False) -> None:
         self._rules = rules
+        self.by_group = by_group
         self.guarded = all(rule.guarded for rule in rules)
         self.scalars = any(rule.scalars for rule in rules)
 
@@ -222,7 +228,7 @@ class Rules:
 
     def number(self, group: Mapping[str, Any]) -> int:
         """Return the number of the rule that a parameter group names."""
-        return 0 if len(self._rules) == 1 or group["use_muon"] else 1
+        return 0 if not self.by_group or group["use_muon"] else 1
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
         """Return a parameter group's hyper-parameters as they are now."""
@@ -293,6 +299,38 @@ class NativeRule:
 
     def load_parameter_scalars(self, scalars: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
         """Do nothing."""
+
+
+class CodedRule(NativeRule):
+    """AdamW in the operations of bitsandbytes: with moments in 8 bits, or (not `coded`) of small parameters in fp32."""
+
+    def __init__(self, *, coded: bool) -> None:
+        super().__init__(
+            CODED_MOMENTS if coded else ADAM_MOMENTS,
+            lambda group: CodedAdamHyper(
+                lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
+                eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
+            ),
+        )  # fmt: skip
+        # As bitsandbytes calls them.
+        self.names = ("state1", "absmax1", "state2", "absmax2") if coded else ("state1", "state2")
+        # The padding behind a parameter is no element of its last block.
+        self.joins = not coded
+        self._coded = coded
+
+    def step(self, slices: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
+        hypers = {each.hyper.values: replace(each.hyper.values, coded=self._coded) for each in slices}
+        by_step: dict[int, list[Piece]] = {}
+        for each in slices:
+            first, second = each.moments[:: 2 if self._coded else 1]
+            scales = (each.moments[1], each.moments[3]) if self._coded else None
+            piece = Piece(
+                each.param, each.grad, first, second, each.remainder, each.master, scales,
+                hyper=hypers[each.hyper.values],
+            )  # fmt: skip
+            by_step.setdefault(each.segment.step, []).append(piece)
+        for step, pieces in by_step.items():
+            adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound)
 
 
 def adam(*, decoupled: bool, bias_correction: bool = True) -> NativeRule:

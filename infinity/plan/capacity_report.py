@@ -289,7 +289,7 @@ def _hopeless(inputs: PlanInputs) -> bool:
     request, limits, dp = inputs.request, inputs.limits, inputs.topology.dp
     numel, trained = inputs.numels
     trained //= dp if request.stage else 1
-    states = trained * states_nbytes(request)
+    states = states_nbytes(request, trained)
     params = numel * DTYPE_NBYTES[request.compute_dtype]
     whole, cut = (params, 0) if request.stage < 3 else (0, params // dp)
     grads = trained * DTYPE_NBYTES[request.grad_dtype]

@@ -19,10 +19,11 @@ activations. A plan that left them out would be killed in the first backward.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -75,7 +76,6 @@ def fitted(
     under any bounds fit. raised: whether to search for the largest bounds that fit. A plan whose homes budgets find is
     bounded by the limits already and costs several plans itself, so that one more is enough.
     """
-
 
     def bounded(request: PlanRequest, *, raised: bool) -> Plan:
         return _bounded(request, chosen, plan_of, fits=fits, fits_at_rest=fits_at_rest, raised=raised)
@@ -462,6 +462,8 @@ def _ruled(node: ModuleNode, optimizer: OptimizerSpec) -> ModuleNode:
     if optimizer.rule_of:
         numbers = optimizer.rule_of
         return node.with_params(lambda spec: replace(spec, rule=numbers[spec.group] if spec.trainable else 0))
+    if optimizer.numel_min:
+        return node.with_params(partial(_by_size, optimizer))
     hidden = hidden_matrices(node)
 
     def numbered(spec: ParamSpec) -> ParamSpec:
@@ -470,6 +472,21 @@ def _ruled(node: ModuleNode, optimizer: OptimizerSpec) -> ModuleNode:
         return replace(spec, rule=number, group=number) if spec.trainable else spec
 
     return node.with_params(numbered)
+
+
+def _by_size(optimizer: OptimizerSpec, spec: ParamSpec) -> ParamSpec:
+    """A parameter with the number of its update rule: the first where it is large. ConfigError where a tensor axis cuts
+    it inside the blocks of elements that the rule looks at.
+    """
+    small = spec.name in optimizer.small or math.prod(spec.whole_shape) < optimizer.numel_min
+    block = 1 if small else optimizer.rules[0].block
+    if spec.trainable and spec.shard is not None and (run := spec.shard.aligned(spec.whole_shape)) % block:
+        raise ConfigError(
+            f"parallel.tensor cuts {spec.name} ({list(spec.whole_shape)}) every {run:,} elements, inside blocks of "
+            f"{block} whose 8-bit states share a scale: give it 32-bit states (optim_bits 32 of its parameter group, or"
+            f" a min_8bit_size above {math.prod(spec.whole_shape):,}), or use AdamW"
+        )
+    return replace(spec, rule=int(small)) if spec.trainable else spec
 
 
 # What limits and wishes may have made of a request.

@@ -1,7 +1,8 @@
 """Flat layouts: where each parameter lies in its unit's flat buffer, and how a rank's slice is cut for the optimizer.
 
 The gather's output *is* the parameters: a unit's flat buffer holds them one behind the other, each on a cache line, and
-the tail is padded so that every rank's partition has the same size. Offsets do not depend on the number of ranks.
+the tail is padded so that every rank's partition has the same size. Offsets do not depend on the number of ranks. Where
+the update rule looks at blocks of elements, they begin with a parameter, and no partition or sub-group begins inside.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from infinity.plan.request import RuleSpec
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.spec import ModelSpec
 from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, Key, Kind, align_up
@@ -152,11 +154,12 @@ class SubGroup:
             at += piece.numel
 
 
-def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
-    """Flat layouts of all units, padded for `parts` partitions."""
+def make_layouts(spec: ModelSpec, parts: int, rules: Sequence[RuleSpec] = (RuleSpec(),)) -> tuple[UnitLayout, ...]:
+    """Flat layouts of all units, padded for `parts` partitions. rules: those that step the units."""
     layouts = []
     for index, unit in enumerate(spec.units):
-        alignment = max(1, CACHE_LINE // DTYPE_NBYTES[unit.dtype])
+        block = rules[unit.rule].block if unit.trainable else 1
+        alignment = max(1, CACHE_LINE // DTYPE_NBYTES[unit.dtype], block)
         slots = []
         offset = 0
         for param in unit.params:
@@ -170,7 +173,7 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
                 dtype=unit.dtype,
                 trainable=unit.trainable,
                 slots=tuple(slots),
-                numel=align_up(offset, parts * PARTITION_ALIGNMENT),
+                numel=align_up(offset, parts * max(PARTITION_ALIGNMENT, block)),
                 replica=unit.replica,
                 rule=unit.rule,
             )  # fmt: skip
@@ -180,14 +183,14 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
 
 def cut_sub_groups(
     layouts: tuple[UnitLayout, ...], parts: int, numel_max: int, apart: frozenset[int] = frozenset(),
-    alone: frozenset[int] = frozenset(), matrices: frozenset[int] = frozenset(),
+    alone: frozenset[int] = frozenset(), rules: Sequence[RuleSpec] = (RuleSpec(),),
 ) -> tuple[SubGroup, ...]:  # fmt: skip
     """Cut the trainable partitions into sub-groups of at most `numel_max` elements (rounded up to the alignment).
 
     Small units are joined while they fit; a partition that is too large alone is cut into near-equal slices. Units of
     which only one is in `apart` (indices), or that other rules step, are never joined; one in `alone` is joined with no
-    other. The rules in `matrices` (numbers) step whole matrices: their units are cut between parameters, however large
-    one is, and where several ranks share them not at all.
+    other. Units of a rule that steps whole matrices are cut between parameters, however large one is, and where several
+    ranks share them not at all; those of a rule that looks at blocks are cut between blocks.
     """
     numel_max = align_up(max(numel_max, 1), PARTITION_ALIGNMENT)
     groups: list[tuple[Slice, ...]] = []
@@ -204,7 +207,7 @@ def cut_sub_groups(
         numel = layout.partition_numel(parts)
         if not layout.trainable or numel == 0:
             continue
-        if numel > numel_max and layout.rule in matrices:
+        if numel > numel_max and rules[layout.rule].matrices:
             close()
             whole = [Slice(layout.index, 0, numel)] if parts > 1 else _between_slots(layout, numel, numel_max)
             groups.extend((piece,) for piece in whole)
@@ -212,7 +215,7 @@ def cut_sub_groups(
         if numel > numel_max:
             close()
             count = -(-numel // numel_max)
-            size = align_up(-(-numel // count), PARTITION_ALIGNMENT)
+            size = align_up(-(-numel // count), max(PARTITION_ALIGNMENT, rules[layout.rule].block))
             groups.extend((Slice(layout.index, at, min(size, numel - at)),) for at in range(0, numel, size))
             continue
         joined = bool(open_slices) and (open_slices[-1].unit in apart) == (layout.index in apart)

@@ -133,9 +133,9 @@ def stepped_nbytes(
 
 
 def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -> list[tuple[Kind, str]]:
-    """The optimizer states of an element and their dtypes: what completes PARAM to the fp32 master, and the moments."""
+    """The optimizer states and their dtypes: what completes PARAM to the fp32 master, and what the optimizer keeps."""
     master = {"fp32": [], "bf16": [(Kind.REMAINDER, "int16")], "fp16": [(Kind.MASTER, "fp32")]}[compute_dtype]
-    return [*master, *((kind, "fp32") for kind in moments)]
+    return [*master, *((kind, kind.dtype) for kind in moments)]
 
 
 def make_partitions(
@@ -161,7 +161,7 @@ def make_partitions(
     for group, home in zip(groups, placement.states, strict=True):
         numel, rule = group.numel, layouts[group.slices[0].unit].rule
         if (numel, rule) not in by_numel:
-            by_numel[numel, rule] = pack_sections([(kind, dtype, numel) for kind, dtype in kinds[rule]])
+            by_numel[numel, rule] = pack_sections([(kind, dtype, numel // kind.block) for kind, dtype in kinds[rule]])
         made.append((Key(Kind.STATES, group.index), by_numel[numel, rule], home))
     specs = []
     # The ends of the tiers' files.

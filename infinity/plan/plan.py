@@ -59,6 +59,7 @@ from infinity.plan.shards import Shard
 from infinity.plan.spec import ModelSpec
 from infinity.plan.stages import PipelinePart, step_uses
 from infinity.plan.types import (
+    BLOCK_NUMEL,
     CACHE_LINE,
     COPY_NBYTES,
     DTYPE_NBYTES,
@@ -475,16 +476,19 @@ def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
     gpu, cpu = capacity.of(Tier.GPU), capacity.of(Tier.CPU)
     width = DTYPE_NBYTES[request.compute_dtype]
     live = request.live_numel if gpu is None else min(request.live_numel, max(gpu // 8 // width, 1))
-    window = _state_buffers(request) * max(states_nbytes(request), 1)
+    window = _state_buffers(request) * max(states_nbytes(request, BLOCK_NUMEL) // BLOCK_NUMEL, 1)
     split = request.split_numel if cpu is None else min(request.split_numel, max(cpu // 16 // window, SPLIT_NUMEL_MIN))
     ahead = request.prefetch_numel if cpu is None else min(request.prefetch_numel, cpu // 16 // width)
     return replace(request, live_numel=live, prefetch_numel=min(ahead, live // 2), split_numel=split)
 
 
-def states_nbytes(request: PlanRequest, rule: int | None = None) -> int:
-    """Bytes of an element's optimizer states under a rule; None: the one that keeps most."""
+def states_nbytes(request: PlanRequest, numel: int, rule: int | None = None) -> int:
+    """Bytes of the optimizer states of `numel` elements, whole blocks, under a rule; None: the one that keeps most."""
     each = [
-        sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, spec.moments))
+        sum(
+            DTYPE_NBYTES[dtype] * -(-numel // kind.block)
+            for kind, dtype in states_kinds(request.compute_dtype, spec.moments)
+        )
         for spec in request.rules
     ]
     return max(each) if rule is None else each[rule]
@@ -505,7 +509,7 @@ class _Draft:
         self, spec: ModelSpec, topology: Topology, request: PlanRequest, pipeline: PipelinePart | None
     ) -> None:
         self._spec, self._topology, self._request, self._pipeline = spec, topology, request, pipeline
-        self._layouts = make_layouts(spec, topology.dp)
+        self._layouts = make_layouts(spec, topology.dp, request.rules)
         # Which units stay whole is only known once their parameters have homes.
         self._params_open = request.param_tier is None and request.stage == 3
         params = self._param_homes()
@@ -542,8 +546,7 @@ class _Draft:
         whole = always_whole(layouts, request) if self._params_open else whole_units(layouts, request, dp, params)
         # A unit that may stay whole or not is joined with no other.
         alone = frozenset(range(len(layouts))) - whole if self._params_open else frozenset[int]()
-        matrices = frozenset(number for number, rule in enumerate(request.rules) if rule.matrices)
-        return cut_sub_groups(layouts, parts, numel_max, apart=whole, alone=alone, matrices=matrices)
+        return cut_sub_groups(layouts, parts, numel_max, apart=whole, alone=alone, rules=request.rules)
 
     def _state_homes(self) -> tuple[Tier, ...]:
         """The home of each sub-group's states. Where only a share is to leave the device, those nearest the input stay.
@@ -589,7 +592,7 @@ class _Draft:
         if request.optimizer_tier is None:
             grad = DTYPE_NBYTES[request.grad_dtype]
             for group in self._groups:
-                nbytes = group.numel * states_nbytes(request, self._layouts[group.slices[0].unit].rule)
+                nbytes = states_nbytes(request, group.numel, self._layouts[group.slices[0].unit].rule)
                 values.append(
                     Value(Key(Kind.STATES, group.index), nbytes, nbytes + group.numel * grad, STATES_TRAFFIC * nbytes)
                 )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity.config.training import Adagrad, Adam, Adamax, AnyOptimizer, Lion, Muon, Nadam, Rmsprop, Sgd
+from infinity.config.training import Adagrad, Adam, Adamax, AdamW8bit, AnyOptimizer, Lion, Muon, Nadam, Rmsprop, Sgd
 from infinity.errors import ConfigError
-from infinity.plan.types import ADAM_MOMENTS, DTYPE_NBYTES, Kind, Tier
+from infinity.plan.types import ADAM_MOMENTS, CODED_MOMENTS, DTYPE_NBYTES, Kind, Tier
 
 # A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
 # memory, and makes the first forward units wait longer for their step. It is also fine enough a grain to divide states
@@ -21,8 +21,9 @@ SPLIT_NUMEL = 1 << 21
 class RuleSpec:
     """What a plan has to know of one update rule.
 
-    moments: what it keeps of an element beside the master weight, in fp32. matrix_width: of one that looks at whole
-    matrices, bytes of an element in its products, else 0. name: as units show it where there are several rules.
+    moments: what it keeps of an element, or of a block of elements, beside the master weight. matrix_width: of one that
+    looks at whole matrices, bytes of an element in its products, else 0. name: as units show it where there are several
+    rules.
     """
 
     moments: tuple[Kind, ...] = ADAM_MOMENTS
@@ -33,6 +34,11 @@ class RuleSpec:
     def matrices(self) -> bool:
         """Whether it steps whole matrices."""
         return self.matrix_width > 0
+
+    @property
+    def block(self) -> int:
+        """Elements that it looks at together: nothing that divides a parameter may cut them. 1: none."""
+        return max((kind.block for kind in self.moments), default=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +111,11 @@ class OptimizerSpec:
     undoable: bool = True
     # Whether there is one.
     trains: bool = True
-    # By parameter group, the number of the rule that steps it. Empty: of two rules the first steps hidden matrices.
+    # By parameter group, the number of the rule that steps it. Empty: of two rules the first steps hidden matrices, or
+    # parameters of at least so many elements but for some, by name.
     rule_of: tuple[int, ...] = ()
+    numel_min: int = 0
+    small: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, *moments: Kind, guarded: bool = True) -> OptimizerSpec:
@@ -128,6 +137,9 @@ def optimizer_spec(section: AnyOptimizer | None) -> OptimizerSpec:
         case Muon(params=params):
             muon = RuleSpec((Kind.MOMENTUM_BUFFER,), DTYPE_NBYTES[params.ns_dtype], "Muon")
             return OptimizerSpec((muon, RuleSpec(name="AdamW")), guarded=False)
+        case AdamW8bit(params=params):
+            least = max(params.min_8bit_size, 1) if params.optim_bits == 8 else 1 << 63
+            return OptimizerSpec((RuleSpec(CODED_MOMENTS, name="AdamW8bit"), RuleSpec(name="AdamW")), numel_min=least)
         case Nadam():
             return OptimizerSpec.of(*ADAM_MOMENTS, guarded=False)
         case Lion():
@@ -147,7 +159,8 @@ def optimizer_spec(section: AnyOptimizer | None) -> OptimizerSpec:
 
 def kinds_of(names: tuple[str, ...]) -> tuple[Kind, ...]:
     """The kinds under which states of these names are kept; ConfigError where there are too many to keep."""
-    known = {kind.value: kind for kind in Kind if kind not in (Kind.PARAM, Kind.GRAD, Kind.REMAINDER, Kind.MASTER)}
+    others = (Kind.PARAM, Kind.GRAD, Kind.REMAINDER, Kind.MASTER, *CODED_MOMENTS)
+    known = {kind.value: kind for kind in Kind if kind not in others}
     unknown = [name for name in names if name not in known]
     if len(unknown) > len(_NAMELESS):
         raise ConfigError(

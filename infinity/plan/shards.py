@@ -58,6 +58,13 @@ class Shard:
             for begin, size in zip(begins, self.blocks, strict=True)
         )
 
+    def aligned(self, whole: Sequence[int]) -> int:
+        """The largest number of elements of a parameter of shape `whole` of which every run of a shard, and every
+        place where one begins, is a multiple.
+        """
+        inner = math.prod(whole[self.dim + 1 :])
+        return math.gcd(*(inner * end for index in range(self.parts) for each in self.ranges(index) for end in each))
+
     def local_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """The shape of a rank's shard of a parameter of shape `whole`."""
         return (*whole[: self.dim], whole[self.dim] // self.parts, *whole[self.dim + 1 :])

@@ -29,7 +29,7 @@ from infinity.errors import ConfigError
 from infinity.plan.prefetch import UnitAccess
 from infinity.plan.request import RuleSpec
 from infinity.plan.shards import Replica, Shard
-from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES
+from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES, align_up
 
 # Of a loss in tiles, tokens of a tile and words of a block of the vocabulary: 16 MiB of logits in fp32.
 TILE_TOKENS = 1024
@@ -43,13 +43,13 @@ def may_be_cut(class_name: str, attribute: str, shape: tuple[int, ...]) -> bool:
     return class_name in _CUT and attribute == "weight" and len(shape) == 2
 
 
-def cut_rows(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[int, int]]:
+def cut_rows(shape: tuple[int, ...], numel_max: int, block: int = 1) -> Iterator[tuple[int, int]]:
     """(first element, elements) of tiles of whole rows: near-equal ones, each of at most `numel_max` elements or of one
-    row.
+    row, and more where only that makes them begin with a block of elements.
     """
     rows, width = shape[0], math.prod(shape[1:])
     count = -(-rows // max(numel_max // max(width, 1), 1))
-    each = -(-rows // count)
+    each = align_up(-(-rows // count), block // math.gcd(width, block))
     for row in range(0, rows, each):
         yield row * width, min(each, rows - row) * width
 
@@ -105,6 +105,11 @@ class ParamSpec:
     @property
     def trainable(self) -> bool:
         return self.group >= 0
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The parameter's shape before a tensor axis cuts it."""
+        return self.shape if self.shard is None else self.shard.whole_shape(self.shape)
 
 
 @dataclass(slots=True)
@@ -312,19 +317,15 @@ def hidden_matrices(root: ModuleNode, heads: Collection[str] = ()) -> frozenset[
     found: set[str] = set()
     others: set[str] = set(heads)
     nodes = [*root.walk()]
-    tables = {_whole_shape(spec) for node in nodes if _is_table(node) for spec in node.params.values()}
+    tables = {spec.whole_shape for node in nodes if _is_table(node) for spec in node.params.values()}
     for node in nodes:
         listed = any(part.isdigit() for part in node.path.split("."))
         for attribute, spec in node.params.items():
             path = f"{node.path}.{attribute}".lower()
             apart = _is_table(node) or "embed" in path or "lm_head" in path
-            head = _whole_shape(spec) in tables and not listed
+            head = spec.whole_shape in tables and not listed
             (others if apart or head or len(spec.shape) != 2 or not spec.trainable else found).add(spec.name)
     return frozenset(found - others)
-
-
-def _whole_shape(spec: ParamSpec) -> tuple[int, ...]:
-    return spec.shape if spec.shard is None else spec.shard.whole_shape(spec.shape)
 
 
 def _is_table(node: ModuleNode) -> bool:
@@ -470,7 +471,7 @@ def _with_tiles(
     for spec in specs:
         modules = tuple(dict.fromkeys(point for point, _ in hooked[spec.name]))
         numel_max = max(rules.tile_numel_max, min(_TILE_NUMEL_TINY, math.prod(spec.shape) // _TILES_MAX))
-        pieces = list(cut_rows(spec.shape, numel_max))
+        pieces = list(cut_rows(spec.shape, numel_max, rules.updates[spec.rule].block if spec.trainable else 1))
         for index, (start, numel) in enumerate(pieces):
             name = f"{spec.name}, tile {index + 1} of {len(pieces)}" + ("" if spec.trainable else " (frozen)")
             piece = replace(spec, start=start, tile_numel=numel)

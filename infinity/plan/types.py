@@ -12,6 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from infinity.base.palette import KINDS
+from infinity.base.tiers import BLOCK_NUMEL as BLOCK_NUMEL
 from infinity.base.tiers import CACHE_LINE as CACHE_LINE
 from infinity.base.tiers import EXTENT_ALIGNMENT as EXTENT_ALIGNMENT
 from infinity.base.tiers import DriveRates as DriveRates
@@ -76,6 +77,11 @@ class Kind(Enum):
     STATE_2 = "state_2"
     STATE_3 = "state_3"
     STATE_4 = "state_4"
+    # Adam's moments in 8 bits by bitsandbytes' names: a code for each element, and the largest magnitude of each block.
+    CODES_1 = "state1"
+    ABSMAX_1 = "absmax1"
+    CODES_2 = "state2"
+    ABSMAX_2 = "absmax2"
     # All optimizer states of one sub-group, adjacent: REMAINDER or MASTER, then what the optimizer keeps.
     STATES = "states"
     # Whole parameters, gathered for compute.
@@ -96,9 +102,25 @@ class Kind(Enum):
         """As tables, messages and pictures call it."""
         return KINDS[self.value].label
 
+    @property
+    def block(self) -> int:
+        """Elements that share one value: those of a block, counted from the parameter's first element."""
+        return BLOCK_NUMEL if self in (Kind.ABSMAX_1, Kind.ABSMAX_2) else 1
+
+    @property
+    def dtype(self) -> str:
+        """Of a state of an optimizer."""
+        return "uint8" if self in (Kind.CODES_1, Kind.CODES_2) else "fp32"
+
+    def span(self, start: int, numel: int) -> slice:
+        """The values of elements [start, start + numel); `start` is the first of a block."""
+        return slice(start // self.block, -(-(start + numel) // self.block))
+
 
 # What Adam keeps of an element.
 ADAM_MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+# The same in 8 bits.
+CODED_MOMENTS = (Kind.CODES_1, Kind.ABSMAX_1, Kind.CODES_2, Kind.ABSMAX_2)
 
 
 class Key(NamedTuple):

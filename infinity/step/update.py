@@ -161,7 +161,9 @@ class SubGroupUpdater:
         span = slice(at + segment.start, at + segment.start + segment.numel)
         kinds = {section.kind for section in states.spec.sections}
         return StepSlice(
-            segment, hyper, param[own], grad[own], [states.view(kind)[span] for kind in rule.moments],
+            segment, hyper, param[own], grad[own], [
+                states.view(kind)[kind.span(at + segment.start, segment.numel)] for kind in rule.moments
+            ],
             remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
             master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 
 from infinity.errors import StateError
 from infinity.memory.shard_copy import load_masters, store_masters
+from infinity.ops.codes import decoded
 from infinity.plan.layout import Slice, Slot, states_of
-from infinity.plan.types import Key, Kind
+from infinity.plan.types import ADAM_MOMENTS, BLOCK_NUMEL, CODED_MOMENTS, Key, Kind
 from infinity.zero.access import ParamAccess, pass_along, put_together, rows_of_ranks, take_own, units_of
 from infinity.zero.parameter import is_elsewhere, name_of, whole_of
 from infinity.zero.unit import Unit
@@ -34,6 +36,8 @@ class ParameterState:
     `master`, `grad` and the optimizer's states, by torch's names (`exp_avg`, `momentum_buffer`, ...), gather on read
     (fp32 CPU tensors of the whole parameter's shape, the same on every rank) and scatter on assignment. Collective. A
     frozen parameter has only `master`. `local` and `set_local` access this rank's elements only and are not collective.
+    Of moments in 8 bits, `state1` and `state2` are codes (uint8), `absmax1` and `absmax2` ([blocks] fp32) their scales;
+    `exp_avg` and `exp_avg_sq` are computed from them, and are read only.
 
     The whole parameter is the model's: where the tensor axis leaves this rank a shard, all shards are put together, and
     where ranks of other stages of a pipeline have it, they send it.
@@ -79,6 +83,10 @@ class ParameterState:
     sum = _property("sum", "The sum of squares that Adagrad keeps.")
     square_avg = _property("square_avg", "The second moment of RMSprop.")
     grad_avg = _property("grad_avg", "The first moment of centred RMSprop.")
+    state1 = _property("state1", "The codes of the first moment of AdamW8bit.")
+    state2 = _property("state2", "The codes of the second moment of AdamW8bit.")
+    absmax1 = _property("absmax1", "The scales of the first moment of AdamW8bit.")
+    absmax2 = _property("absmax2", "The scales of the second moment of AdamW8bit.")
 
     def full(self, kind: str) -> Tensor:
         """Gather one kind by its name; ValueError if the optimizer does not keep it. Collective."""
@@ -93,15 +101,15 @@ class ParameterState:
         first, *others = found
         for other in others:
             first += other
-        return first
+        return _as_kept(first, kind)
 
     def set_full(self, kind: str, value: Tensor) -> None:
         """Replace one kind with a full value, in the whole parameter's shape. Collective."""
-        self._check(kind)
-        name, shape = self._param.name, self._param.shape
+        self._check(kind, writes=True)
+        name, shape = self._param.name, self.shape_of(kind)
         if tuple(value.shape) != shape:
-            raise ValueError(f"{name} has shape {shape}, the new value {tuple(value.shape)}")
-        flat = value.detach().cpu().float().reshape(-1)
+            raise ValueError(f"{kind} of {name} has shape {shape}, the new value {tuple(value.shape)}")
+        flat = _by_element(value, kind)[: math.prod(self._param.shape)]
         if kind == "grad" and self._owner.groups.pipeline.index != self._param.holders[0]:
             # The stages' parts are added up in the step.
             flat = torch.zeros_like(flat)
@@ -112,24 +120,29 @@ class ParameterState:
         """Return this rank's elements of a kind ("master", "grad", "exp_avg", ...): [n] fp32 on the CPU; n may be 0."""
         self._check(kind)
         owns = [(part, part.own(kind)) for part in self._parts]
-        pieces = [piece for part, own in owns for piece in part.pieces_of(own)]
+        pieces = [_as_kept(piece, kind) for part, own in owns for piece in part.pieces_of(own)]
         return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def set_local(self, kind: str, value: Tensor) -> None:
         """Set this rank's elements of one kind. If every rank holds the whole, all ranks must set the same values."""
-        self._check(kind)
+        self._check(kind, writes=True)
         owns = [(part, part.own(kind)) for part in self._parts]
         pieces = [piece for part, own in owns for piece in part.pieces_of(own)]
-        flat = value.detach().cpu().float().reshape(-1)
-        mine = sum(piece.numel() for piece in pieces)
-        if flat.numel() != mine:
-            raise ValueError(f"{self._param.name}: this rank has {mine} elements, the new value {flat.numel()}")
-        for piece, given in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
-            piece.copy_(given)
+        sizes = [_as_kept(piece, kind).numel() for piece in pieces]
+        flat = value.detach().reshape(-1)
+        if flat.numel() != sum(sizes):
+            raise ValueError(f"{self._param.name}: this rank has {sum(sizes)} values, the new value {flat.numel()}")
+        for piece, given in zip(pieces, flat.split(sizes), strict=True):
+            piece.copy_(_by_element(given, kind)[: piece.numel()])
         for part, own in owns:
             part.set_own(kind, own)
 
-    def _check(self, kind: str) -> None:
+    def shape_of(self, kind: str) -> tuple[int, ...]:
+        """The shape of a kind: the whole parameter's, or [blocks]."""
+        blocks = -(-math.prod(self._param.shape) // BLOCK_NUMEL)
+        return (blocks,) if kind in _SCALES else self._param.shape
+
+    def _check(self, kind: str, *, writes: bool = False) -> None:
         """Raise what stands against a kind, on every rank alike."""
         self._owner.health.check(f"access the {kind} of {self._param.name}")
         if kind == "master":
@@ -138,9 +151,32 @@ class ParameterState:
             raise StateError(f"{self._param.name} is frozen and has no {kind}")
         rule = self._owner.plan.request.rules[self._param.rule]
         kept = [moment.value for moment in rule.moments]
+        if rule.block > 1 and kind in _MOMENTS:
+            if writes:
+                raise StateError(
+                    f"{kind} of {self._param.name} is computed from {', '.join(kept)}, which are kept: assign those"
+                )
+            return
         if kind not in ("grad", *kept):
             held = ", ".join(kept) or "nothing"
             raise ValueError(f"{self._param.name} has no {kind!r}: beside the master its optimizer keeps {held}")
+
+
+_MOMENTS = {kind.value: which for which, kind in enumerate(ADAM_MOMENTS)}
+_SCALES = [kind.value for kind in CODED_MOMENTS if kind.block > 1]
+
+
+def _as_kept(flat: Tensor, kind: str) -> Tensor:
+    """Values of a kind, one for each element of a parameter from the first of a block on, as they are kept."""
+    if kind in _SCALES:
+        return flat.flatten()[::BLOCK_NUMEL].clone()
+    return flat.to(torch.uint8) if kind in (Kind.CODES_1.value, Kind.CODES_2.value) else flat
+
+
+def _by_element(value: Tensor, kind: str) -> Tensor:
+    """The inverse: [n] fp32 on the CPU, with whole blocks of scales."""
+    flat = value.detach().cpu().float().reshape(-1)
+    return flat.repeat_interleave(BLOCK_NUMEL) if kind in _SCALES else flat
 
 
 class _Part:
@@ -157,7 +193,8 @@ class _Part:
         return self._unit.layout.trainable
 
     def own(self, kind: str) -> Tensor:
-        """Return a copy on the CPU of this rank's partition of one kind, of the whole unit."""
+        """Return a copy on the CPU of this rank's partition of one kind, of the whole unit: a value for each element.
+        """
         if kind == "master":
             return self._read_master()
         if kind == "grad":
@@ -242,13 +279,21 @@ class _Part:
     def _read_states(self, kind: Kind) -> Tensor:
         """Return a copy of one kind, joined from the sub-groups that hold it."""
         pieces = []
+        coded = self._owner.plan.request.rules[self._unit.layout.rule].block > 1
         for key, piece, at in self._places():
             with self._owner.store.read(key) as (states,):
-                pieces.append(states.view(kind)[at : at + piece.numel].cpu().clone())
+                if coded and kind.value in _MOMENTS:
+                    which = _MOMENTS[kind.value]
+                    parts = (states.view(each)[each.span(at, piece.numel)] for each in CODED_MOMENTS[2 * which :][:2])
+                    codes, scales = (part.cpu() for part in parts)
+                    pieces.append(decoded(codes, scales, which))
+                    continue
+                values = states.view(kind)[kind.span(at, piece.numel)].to("cpu", torch.float32, copy=True)
+                pieces.append(values.repeat_interleave(kind.block))
         return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def _write_states(self, kind: Kind, own: Tensor) -> None:
         for key, piece, at in self._places():
             with self._owner.store.write(key) as (states,):
-                states.view(kind)[at : at + piece.numel].copy_(own[piece.start : piece.stop])
+                states.view(kind)[kind.span(at, piece.numel)].copy_(own[piece.start : piece.stop : kind.block])
             self._owner.store.flush(key)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from infinity.errors import ExtensionError
 from infinity.ops import adam, build, kernels, reference
+from infinity.ops.codes import code_maps
 from tests.support import accelerator
 from tests.support.accelerator.process import AcceleratedProcess
 from tests.support.cells import covered
@@ -87,9 +88,9 @@ def test_every_rule_has_the_bits_of_the_cpu(on_host: None, rule: str, storage: s
 
 @needs_compiler
 def test_any_number_of_pieces_is_stepped_by_one_call(on_host: None) -> None:
-    # More than one launch takes of rules with two states and of rules with one; some empty, of every storage and
-    # gradient.
-    sizes = [(index * 517) % 2600 if index % 5 else 0 for index in range(150)]
+    # More than one launch takes of rules with two states, of rules with one and of states in 8 bits; some empty, of
+    # every storage and gradient.
+    sizes = [(index * 517) % 2600 if index % 5 else 0 for index in range(250)]
     kinds = list(HYPERS.values())
     ours, others = (
         [make_piece(n, STORAGES[i % 4], DTYPES[i % 3], kinds[(i + i // 12) % len(kinds)], i % 2)
@@ -153,6 +154,8 @@ def stops_of(run: Callable[[], object]) -> int:
 
 def check_steps_on_an_accelerator() -> None:
     device = torch.device("simulated", 0)
+    # The maps of codes come to a device once.
+    code_maps(device)
     for hyper in HYPERS.values():
         pieces = [make_piece(3000, storage, dtype, hyper) for storage in STORAGES for dtype in DTYPES]
         above = [on_device(piece, device) for piece in pieces]
@@ -277,8 +280,8 @@ _ROUNDS = re.compile(
     r"^\s*(?:@%p\d+ )?((?:add|sub|mul|fma|mad|div|sqrt|rcp|rsqrt|ex2|cvt)\.[\w.]*f(?:16|32|64)[\w.]*)", re.M
 )
 _ROUNDED = re.compile(r"(?:add|sub|mul|fma|div|sqrt)\.rn\.f(?:32|64)|cvt\.rn\.f16\.f32")
-# From a narrow type to a wide one, exactly.
-_EXACT = ("cvt.f32.f16", "cvt.f64.f32")
+# From a narrow type to a wide one, exactly; and what cuts off the part behind the point, as on the CPU.
+_EXACT = ("cvt.f32.f16", "cvt.f64.f32", "cvt.rzi.u32.f32")
 
 
 @needs_nvcc

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from infinity.ops import adam, reference
 from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, Rule
+from infinity.ops.codes import encoded
+from infinity.ops.rules import CodedAdamHyper
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STORAGES = ("plain", "split", "master_half", "master_bfloat")
@@ -24,13 +26,15 @@ HYPERS: dict[str, Hyper] = {
     "lion": LionHyper(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1),
     "adagrad": AdagradHyper(lr=1e-2, lr_decay=0.01, eps=1e-10, weight_decay=0.1),
     "momentum": MomentumHyper(lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1, nesterov=False),
+    "plain": CodedAdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, coded=False),
+    "coded": CodedAdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1),
     "nesterov": MomentumHyper(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=True),
 }
 
 
 def same(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors of one dtype have the same bits; the payload of a NaN does not count."""
-    integers = torch.int32 if left.element_size() == 4 else torch.int16
+    integers = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[left.element_size()]
     equal = left.view(integers) == right.view(integers)
     if left.is_floating_point():
         equal |= left.isnan() & right.isnan()
@@ -47,7 +51,7 @@ def values(numel: int, generator: torch.Generator, spread: float = 5.0) -> Tenso
 
 def states(piece: Piece) -> list[Tensor]:
     """Return the tensors that a step changes."""
-    tensors = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.remainder, piece.master)
+    tensors = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.remainder, piece.master, *(piece.scales or ()))
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -62,21 +66,33 @@ def make_piece(numel: int, storage: str, grad_dtype: torch.dtype, hyper: Hyper =
     def placed(tensor: Tensor) -> Tensor:
         return torch.cat([tensor.new_zeros(shift), tensor])[shift:]
 
+    scales = None
+    if hyper.rule is Rule.CODED_ADAMW:
+        # A block of zeros, as at first.
+        first[:256] = second[:256] = 0.0
+        # The second block is left out, or a first one that is short; no square of a gradient overflows.
+        grad[256:] = grad[256:].nan_to_num(1.0, 1.0, 1.0).clamp(-6e4, 6e4)
+        grad[300:301] = math.nan
+        (first, above), (second, below) = encoded(first.clamp(-1e9, 1e9), 0), encoded(second.clamp(0, 1e9), 1)
+        moments, scales = (first, second), (placed(above), placed(below))
+    kept = {"hyper": hyper, "scales": scales}
     if storage == "plain":
-        return Piece(placed(weight), placed(grad), *map(placed, moments), hyper=hyper)
+        return Piece(placed(weight), placed(grad), *map(placed, moments), **kept)
     if storage == "split":
         param, remainder = map(placed, adam.split(weight))
-        return Piece(param, placed(grad), *map(placed, moments), remainder=remainder, hyper=hyper)
+        return Piece(param, placed(grad), *map(placed, moments), remainder=remainder, **kept)
     param = weight.half() if storage == "master_half" else reference.round_ties_away(weight)
-    return Piece(placed(param), placed(grad), *map(placed, moments), master=placed(weight), hyper=hyper)
+    return Piece(placed(param), placed(grad), *map(placed, moments), master=placed(weight), **kept)
 
 
 def on_device(piece: Piece, device: torch.device, shift: int = 0) -> Piece:
     """Return a copy on a device, `shift` elements into its memory."""
 
-    def placed(tensor: Tensor | None) -> Tensor | None:
+    def placed(tensor: Tensor | tuple[Tensor, ...] | None) -> object:
         if tensor is None:
             return None
+        if isinstance(tensor, tuple):
+            return tuple(map(placed, tensor))
         whole = torch.zeros(tensor.numel() + shift, dtype=tensor.dtype, device=device)
         whole[shift:].copy_(tensor)
         return whole[shift:]
