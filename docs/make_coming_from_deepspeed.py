@@ -231,12 +231,12 @@ def _optimizers() -> str:
     known = {name.lower() for name in OPTIMIZER_TYPES}
     works = [name for name in OPTIMIZERS if name.lower() in known]
     others = [name for name in OPTIMIZERS if name.lower() not in known]
-    more = [name for name in OPTIMIZER_TYPES if name not in OPTIMIZERS]
+    more = [name for name in OPTIMIZER_TYPES if name not in (*OPTIMIZERS, "AdamW8bit")]
     return (
         "\n### Values of `optimizer.type`\n\n"
-        f"{_named(works)} work, and {_named(more)} of torch's. {_named(others)} and other classes of torch.optim are "
-        "refused: set AdamW, or pass any elementwise optimizer to `initialize(optimizer=...)`. DeepSpeed's five "
-        "schedules work.\n"
+        f"{_named(works)} work, and {_named(more)} of torch's and `AdamW8bit` of bitsandbytes'. {_named(others)} and "
+        "other classes of torch.optim are refused: set AdamW, or pass any elementwise optimizer to "
+        "`initialize(optimizer=...)`. DeepSpeed's five schedules work.\n"
     )
 
 

@@ -37,7 +37,19 @@ from estimators.report import (
     tiles_by_call,
     to_choose,
 )
-from estimators.search import Advice, Choice, Wish, advise, largest, nearest, search, sparingly, usual, ways_out
+from estimators.search import (
+    OPTIMIZERS,
+    Advice,
+    Choice,
+    Wish,
+    advise,
+    largest,
+    nearest,
+    search,
+    sparingly,
+    usual,
+    ways_out,
+)
 from estimators.trees import known
 from infinity.base.command_line import Parser
 from infinity.base.sizes import format_bytes
@@ -104,8 +116,8 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         "batch": args.batch, "sequence": args.sequence, "profile": load_profile(args.profile) if args.profile else None,
     }  # fmt: skip
     wish = Wish(
-        model, machine, options, dtype=args.dtype or "bf16", checkpointing=args.checkpointing,
-        tiled_loss=args.tiled_loss, tiled_mlps=args.tiled_mlps,
+        model, machine, options, dtype=args.dtype or "bf16", optimizer=args.optimizer or "AdamW",
+        checkpointing=args.checkpointing, tiled_loss=args.tiled_loss, tiled_mlps=args.tiled_mlps,
         nvme_path=os.path.abspath(args.nvme_path) if args.nvme_path else "nvme",
     )  # fmt: skip
     if args.max:
@@ -151,6 +163,8 @@ def _refuse_idle(args: argparse.Namespace, searches: bool) -> None:
         raise ConfigError("--nvme-path is for a search: a configuration names its own drive")
     if args.dtype is not None and (args.config is not None or args.compare):
         raise ConfigError("--dtype is for placements that are searched: a configuration names its own, as bf16.enabled")
+    if args.optimizer is not None and (args.config is not None or args.compare):
+        raise ConfigError("--optimizer is for placements that are searched: a configuration names its own")
 
 
 def _save(choice: Choice, path: str | None, *, found: bool) -> None:
@@ -276,6 +290,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the layers that get them: names with commas between them, or all-linear (default: peft's, q_proj,v_proj "
         "for Llama and most others)",
     )  # fmt: skip
+    work.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="for searches (default: AdamW)")
     work.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="for searches (default: bf16)")
     plain = parser.add_argument_group("a model of Llama's shape, instead of MODEL")
     for name, key in _PLAIN.items():

@@ -83,6 +83,10 @@ _KEPT: _Section = {}
 _RECOMPUTED: _Section = {"every": 1}
 
 
+# Optimizers of searches, with the least bytes of an element that they keep.
+OPTIMIZERS = {"AdamW": 8, "AdamW8bit": 2, "Muon": 4, "Lion": 4}
+
+
 class Placed(NamedTuple):
     """A ZeRO stage, and the tiers of parameters and of optimizer states."""
 
@@ -162,6 +166,8 @@ class Wish:
     machine: Machine
     options: Mapping[str, Any]
     dtype: str = "bf16"
+    # One of OPTIMIZERS.
+    optimizer: str = "AdamW"
     # Whether activations are computed again in backward; None: where it is needed.
     checkpointing: bool | None = None
     # The folder on the drive.
@@ -303,7 +309,7 @@ def search(wish: Wish) -> Choice:
 
 def ways_out(wish: Wish, found: Choice) -> list[tuple[str, Choice]]:
     """What would fit where nothing does as asked, each in words: gradients in the dtype that is computed in, where
-    several micro-batches add up in fp32; and adapters, whose base has neither gradients nor states.
+    several micro-batches add up in fp32; moments in 8 bits; and adapters, whose base has neither gradients nor states.
     """
     model, request, ways = described(wish.model), found.estimate.plan.request, list[tuple[str, Choice]]()
     if request.grad_dtype != request.compute_dtype:
@@ -315,6 +321,11 @@ def ways_out(wish: Wish, found: Choice) -> list[tuple[str, Choice]]:
             dtype = request.compute_dtype
             words = f'gradients that add up in {dtype} (data_types.grad_accum_dtype = "{dtype}")'
             ways.append((words, min(fits, key=lambda choice: choice.seconds)))
+    if wish.optimizer == "AdamW":
+        with suppress(ConfigError):
+            choice = search(replace(wish, optimizer="AdamW8bit"))
+            if choice.estimate.fits:
+                ways.append(("AdamW with moments in 8 bits (--optimizer AdamW8bit)", choice))
     if model.lora is None and model.module is None and wish.tensor == 1:
         with suppress(ConfigError):
             choice = search(replace(wish, model=model.with_adapters(Lora.of(_RANK, None))))
@@ -403,7 +414,8 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
                 moved, cost = {f"{zero}.stage": 3, **moved}, cost + 1
             stage = moved.get(f"{zero}.stage", config.stage)
             placed = Placed(stage, param, states)
-            needed = states_nbytes_of(numels, ranks, config.compute_dtype, placed, wish.machine)
+            kind = config.sections.optimizer.type if config.sections.optimizer is not None else ""
+            needed = states_nbytes_of(numels, ranks, config.compute_dtype, placed, wish.machine, kind)
             if any(nbytes > (wish.limits.of(tier) or nbytes) for tier, nbytes in needed.items()):
                 continue
             for more, sizes in batches:
@@ -568,7 +580,7 @@ def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]
     numels = wish.numels
     for placed in wish.placements(ranks):
         stage, param, states = placed
-        needed = states_nbytes_of(numels, ranks, wish.dtype, placed, wish.machine)
+        needed = states_nbytes_of(numels, ranks, wish.dtype, placed, wish.machine, wish.optimizer)
         # A tier without a limit counts as absent: a drive has to be named.
         if any(nbytes and (limits.of(tier) or 0) < nbytes for tier, nbytes in needed.items()):
             continue
@@ -609,7 +621,9 @@ def _config(
             zero |= {"stage3_max_live_parameters": live, "stage3_prefetch_bucket_size": min(live // 4, 50_000_000)}
     precision = {} if wish.dtype == "fp32" else {wish.dtype: {"enabled": True}}
     micro = wish.options.get("batch") or 1
-    optimizer = {"type": "AdamW", "params": {"lr": wish.rate}}
+    # A rate that suits AdamW suits Muon's matrices, too.
+    more = {"adjust_lr_fn": "match_rms_adamw"} if wish.optimizer == "Muon" else {}
+    optimizer = {"type": wish.optimizer, "params": {"lr": wish.rate, **more}}
     axes = {"parallel": wish.parallel} if wish.parallel else {}
     steps = wish.options.get("micro_batches") or _micro_batches(wish)
     accumulated = {"gradient_accumulation_steps": steps} if steps > 1 else {}
@@ -625,7 +639,7 @@ def _micro_batches(wish: Wish) -> int:
 
 
 def states_nbytes_of(
-    numels: tuple[int, int], ranks: int, dtype: str, placement: Placed, machine: Machine
+    numels: tuple[int, int], ranks: int, dtype: str, placement: Placed, machine: Machine, optimizer: str
 ) -> dict[Tier, int]:
     """Return what states alone take of each tier, at the least; where ranks compute on the CPU, the GPU's is the CPU's.
 
@@ -633,7 +647,8 @@ def states_nbytes_of(
     """
     (stage, param, states), (numel, trained) = placement, numels
     width = 4 if dtype == "fp32" else 2
-    moments = {"fp32": 8, "bf16": 10, "fp16": 12}[dtype]
+    # What completes the master, and what the optimizer keeps.
+    moments = {"fp32": 0, "bf16": 2, "fp16": 4}[dtype] + OPTIMIZERS.get(optimizer, 0)
     found = dict.fromkeys(Tier, 0)
     found[param] += numel * width // (ranks if stage == 3 else 1)
     found[states] += trained * moments // ranks
@@ -833,7 +848,8 @@ class _Model:
         """Whether states, whole parameters and activations are within the limits, as far as closed forms tell."""
         share = layout.tensor * layout.pipeline
         numels = self._numel // share, self._trained // share
-        needed = states_nbytes_of(numels, layout.data, self._wish.dtype, placed, self._wish.machine)
+        wish = self._wish
+        needed = states_nbytes_of(numels, layout.data, wish.dtype, placed, wish.machine, wish.optimizer)
         device = Tier.GPU if self._wish.machine.accelerator else Tier.CPU
         needed[device] = needed.get(device, 0) + held
         if placed.stage < 3 and layout.data > 1:
@@ -877,7 +893,8 @@ class _Model:
         seconds = numel * next(iter(rates.adam_seconds.values())) * sharers
         if placed.states.on_drive:
             drives = rates.drive_rates
-            seconds = max(seconds, numel * 10 * sharers / min(drives.read, drives.write))
+            moved = 2 + OPTIMIZERS[self._wish.optimizer]
+            seconds = max(seconds, numel * moved * sharers / min(drives.read, drives.write))
         return seconds
 
     def _flops(self, sparing: Sparing, micro: int) -> float:

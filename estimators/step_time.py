@@ -36,6 +36,8 @@ _MATRIX_STEPS = 5
 # Host time of hooks and coordinator for a unit's use, and of a sub-group's step: measured, see docs/benchmarks.md.
 _USE_SECONDS = 50e-6
 _GROUP_SECONDS = 200e-6
+# A native pass over moments in 8 bits against one over fp32 ones: it waits for its tables, not for memory.
+_CODED = 2.8
 # Words in the names of parameters that are looked up instead of multiplied with.
 _LOOKED_UP = ("embed", "wte", "wpe", "position")
 _HEADS = ("lm_head", "embed_out", "output.weight")
@@ -207,7 +209,7 @@ class _Machine:
                 rates=rates, mixed_rates=mixed, forward_seconds=forward,
                 backward_seconds=[both - there for both, there in zip(seconds, forward, strict=True)],
                 copy_seconds=sharers / profile.copy_rate,
-                adam_seconds=_by_dtype(profile.adam_seconds, request.compute_dtype) * sharers,
+                adam_seconds=_by_dtype(profile.adam_seconds, request.compute_dtype) * sharers * _pass_factor(plan),
                 norm_seconds=_by_dtype(profile.norm_seconds, request.compute_dtype) * sharers,
                 device_adam_seconds=on_device, group_seconds=_GROUP_SECONDS * coarse.groups_in_one,
                 use_seconds=_USE_SECONDS * uses,
@@ -373,6 +375,13 @@ def _compute(profile: HardwareProfile, dtype: str) -> Compute:
         if name in profile.compute:
             return profile.compute[name]
     return assumed(profile.accelerator is not None).compute[dtype]
+
+
+def _pass_factor(plan: Plan) -> float:
+    """How much longer a native pass takes than over fp32 moments."""
+    numel = sum(group.numel for group in plan.sub_groups)
+    coded = sum(group.numel for group in plan.sub_groups if plan.rule_of(group).block > 1)
+    return 1 + (_CODED - 1) * coded / max(numel, 1)
 
 
 def _by_dtype(values: Mapping[str, float], dtype: str) -> float:

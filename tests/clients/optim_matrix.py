@@ -1,10 +1,10 @@
 """Every name of Trainer's `optim`, with offload, against plain Trainer: which train, and which are refused.
 
-    PYTHONPATH=FOLDER python -m tests.clients.optim_matrix
+    PYTHONPATH=FOLDER python -m tests.clients.optim_matrix [NAME ...]
 
 Writes benchmarks/results/clients_optim.json, of which docs/make_clients.py makes a table. FOLDER has the packages of
 optimizers that are not torch's (bitsandbytes, torchao, galore-torch, lomo-optim, grokadamw, schedulefree, apollo-torch,
-torch-optimi).
+torch-optimi). With names, only their rows are measured anew.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def verdict(plain: dict[str, Any], replies: list[dict[str, Any]]) -> dict[str, A
 
 def main() -> int:
     """Return 1 if a name neither trains as plain Trainer nor is refused by one error of ours on every tier."""
-    names = [each.value for each in OptimizerNames]
+    names = sys.argv[1:] or [each.value for each in OptimizerNames]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cells.json"
         file.write_text(json.dumps([cell for name in names for cell in cells_of(name)]))
@@ -55,12 +55,16 @@ def main() -> int:
     rows = [{"name": name, **verdict(next(found), [next(found) for _ in PLACES])} for name in names]
     for row in rows:
         print(row, flush=True)
+    wrong = any(row["verdict"] == "wrong" for row in rows)
+    if sys.argv[1:]:
+        measured = {row["name"]: row for row in rows}
+        rows = [measured.get(row["name"], row) for row in json.loads(RESULT.read_text())["rows"]]
     RESULT.write_text(json.dumps({
         "command": "PYTHONPATH=FOLDER python -m tests.clients.optim_matrix", "date": datetime.date.today().isoformat(),
         "versions": {name: metadata.version(name) for name in ("torch", "transformers", "accelerate")},
         "limit": DIGITS, "rows": rows,
     }, indent=1) + "\n")  # fmt: skip
-    return int(any(row["verdict"] == "wrong" for row in rows))
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -188,6 +188,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "ns_steps": 5, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_dtype": "bf16",
         "adjust_lr_fn": None, "betas": (0.9, 0.999), "adam_eps": 1e-8, "ns_method": "standard", "per_head_muon": False,
     },
+    "optimizer.params AdamW8bitParams": {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "min_8bit_size": 4096, "optim_bits": 8,
+        "amsgrad": False, "max_unorm": 0.0,
+    },
     "optimizer.params LionParams": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
     "optimizer.params AdagradParams": {
         "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10,
@@ -324,12 +328,13 @@ def test_the_longer_name_has_its_short_spelling() -> None:
 
 REFUSED = [(path, name, field) for path, _, name, field in ALL if isinstance(reply_of(field), Refused)]
 
-# Sections that DeepSpeed does not have, and hyper-parameters of optimizers that only torch has.
+# Sections that DeepSpeed does not have, and hyper-parameters of optimizers that only torch or bitsandbytes has.
 OURS = ("memory", "kernels", "timeline", "parallel")
-TORCHS = ("AdagradParams", "SgdParams", "RmspropParams", "AdamaxParams", "NadamParams", "MuonParams")
+TORCHS = ("AdagradParams", "SgdParams", "RmspropParams", "AdamaxParams", "NadamParams", "MuonParams", "AdamW8bitParams")
 
 # A value that switches the feature on, where it is not the opposite of the default.
 SWITCHED_ON: dict[str, Any] = {
+    "optimizer.params.max_unorm": 1.0,
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.mics_shard_size": 4,
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
@@ -353,8 +358,8 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def _choose_type(raw: dict[str, Any], path: str, name: str) -> None:
-    muon = name in ("ns_method", "per_head_muon")
-    for section, kind in (("optimizer", "Muon" if muon else "AdamW"), ("scheduler", "WarmupLR")):
+    of = {"ns_method": "Muon", "per_head_muon": "Muon", "amsgrad": "AdamW8bit", "max_unorm": "AdamW8bit"}
+    for section, kind in (("optimizer", of.get(name, "AdamW")), ("scheduler", "WarmupLR")):
         if path == f"{section}.params":
             raw[section]["type"] = kind
 

@@ -13,6 +13,7 @@ from estimators.estimate import Machine
 from estimators.report import advised
 from estimators.search import TOKENS_MAX, Wish, advise, days_of_training, lasts, search, tokens_a_second
 from infinity.plan.hardware import ASSUMED
+from infinity.plan.types import Kind
 from tests.estimators.test_cli import FOUR_BLOCKS
 
 GB = 10**9
@@ -28,7 +29,10 @@ def wish(gpu: float, ram: float, nvme: float | None, **options: object) -> Wish:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--gpu", "3GB", "--ram", "8.9GB"), ("gradients (bf16) are", "with low-rank adapters on a frozen model")),
+        (
+            ("--gpu", "3GB", "--ram", "8.9GB"),
+            ("gradients (bf16) are", "with low-rank adapters on a frozen model", "8 bits (--optimizer AdamW8bit)"),
+        ),
         (
             ("--gpu", "2GB", "--ram", "4.45GB", "--micro-batches", "2"),
             ("gradients (fp32) are", "It would fit with gradients that add up in bf16"),
@@ -45,6 +49,20 @@ def test_what_does_not_fit_is_named_with_what_would_fit(capsys, options, said, t
     text = " ".join(capsys.readouterr().out.split())
     for words in said:
         assert words in text
+
+
+def test_a_search_takes_another_optimizer(tmp_path):
+    held = {}
+    for kind, kept in (("AdamW", 8), ("AdamW8bit", 2.03125), ("Lion", 4)):
+        found = search(dataclasses.replace(wish(24, 64, None), optimizer=kind))
+        assert found.config["optimizer"]["type"] == kind and found.estimate.fits
+        states = [each for each in found.estimate.plan.partitions if each.key.kind is Kind.STATES]
+        held[kind] = sum(section.nbytes for each in states for section in each.sections) / found.estimate.plan.numel
+        assert held[kind] == pytest.approx(kept + 2, abs=0.01), held
+    with pytest.raises(SystemExit):
+        main(["qwen2.5-0.5b", "--fit", "--optimizer", "Adam"])
+    (tmp_path / "plain.json").write_text("{}")
+    assert main(["qwen2.5-0.5b", "--config", str(tmp_path / "plain.json"), "--optimizer", "Lion"]) == 2
 
 
 def test_gradients_that_memory_has_no_room_for_go_to_the_drive(capsys):
