@@ -88,6 +88,18 @@ def held_out(run: str, steps: int, folder: str) -> float:
     return float(json.loads(result.read_text())["held_out_after"])
 
 
+def _losses(steps: int, parent: str | None) -> list[dict[str, Any]]:
+    """The rows of the held-out losses."""
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        losses = [held_out(run, steps, folder) for run in RUNS]
+    print(f"held-out loss after {steps} steps: {losses[0]:.4f} and {losses[1]:.4f} nats per byte")
+    return [
+        {"what": f"held-out loss of the demo's model after {steps} steps: apart",
+         "figures": [round(abs(losses[0] - losses[1]), 4)], "limit": f"<= {APART}"},
+        {"what": f"held-out loss after {steps} steps, 8 bits and fp32", "figures": [round(loss, 4) for loss in losses]},
+    ]  # fmt: skip
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -127,16 +139,7 @@ def main() -> None:
         {"what": f"{what}: s a step of 8 bits, fp32", "figures": [round(median(seconds[run]), 2) for run in RUNS]},
     ]  # fmt: skip
     print(f"{faster:.3f} times as fast")
-    if given.loss_steps:
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            losses = [held_out(run, given.loss_steps, folder) for run in RUNS]
-        print(f"held-out loss after {given.loss_steps} steps: {losses[0]:.4f} and {losses[1]:.4f} nats per byte")
-        rows += [
-            {"what": f"held-out loss of the demo's model after {given.loss_steps} steps: apart",
-             "figures": [round(abs(losses[0] - losses[1]), 4)], "limit": f"<= {APART}"},
-            {"what": f"held-out loss after {given.loss_steps} steps, 8 bits and fp32",
-             "figures": [round(loss, 4) for loss in losses]},
-        ]  # fmt: skip
+    rows += _losses(given.loss_steps, given.folder) if given.loss_steps else []
     if given.json is not None:
         given.json.write_text(
             json.dumps({

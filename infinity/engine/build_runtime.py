@@ -96,7 +96,8 @@ def build_runtime(
         units, plan=plan, store=store, gradients=gradients, group=groups.stage, spare=device.spare
     )
     coordinator.memory.refresh(units)
-    attach_units(units, coordinator)
+    experts = attach_units(model, units, coordinator)
+    undo.callback(experts.close)
     if config.stage == 3 and config.sections.provenance.conventions.parameter_attributes:
         publish_model(model, parts=groups.data.size)
     _place_buffers(model, device, config.compute_dtype)
@@ -120,8 +121,9 @@ def build_runtime(
     trim()
     return Runtime(
         module=model, config=config, plan=plan, device=device, groups=groups, store=store, gradients=gradients,
-        coordinator=coordinator, access=access, attached=Attached(exchanges, hooks, checkpointing, compiled), step=step,
-        observer=observer, progress=progress, first_batch=first_batch, health=health,
+        coordinator=coordinator, access=access, step=step,
+        attached=Attached(exchanges, experts, hooks, checkpointing, compiled), observer=observer, progress=progress,
+        first_batch=first_batch, health=health,
     )  # fmt: skip
 
 

@@ -81,8 +81,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         listed = self._inner.param_groups
         super().__init__(listed, defaults)
         self.param_groups = listed
-        # The parameters of each group as the step knows them, by id.
-        self._told = self._members()
+        # Of each group as the step knows it, the number of its rule and the ids of its parameters.
+        self._told = [(step.rules.number(group), [*map(id, group["params"])]) for group in listed]
         self._names = {id(param): name for name, param in module.named_parameters()}
 
     @property
@@ -113,24 +113,21 @@ class TieredOptimizer(torch.optim.Optimizer):
             # A `load_state_dict` of the program's own optimizer replaces it.
             vars(self._inner)["state"] = self._states
             self._states.replace(given)
+        members, rules = list[tuple[int, list[int]]](), self._step.rules
         for at, group in enumerate(self.param_groups):
             try:
-                self._step.rules.hyper(group)
+                members.append((rules.number(group), [*map(id, group["params"])]))
+                if rules.by_group and members[at:] != self._told[at : at + 1]:
+                    self._check_rule(at, group)
+                rules.hyper(group)
             except (LookupError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"param_groups[{at}] has not what {self.kind} steps with ({type(error).__name__}: {error}): give "
                     f"it {', '.join(self.defaults)}"
                 ) from error
-        if (members := self._members()) != self._told:
-            for at, group in enumerate(self.param_groups if self._step.rules.by_group else ()):
-                self._check_rule(at, group)
+        if members != self._told:
             self._step.regroup(self._group_of())
             self._told = members
-
-    def _members(self) -> list[tuple[int, list[int]]]:
-        """Return of each group the number of its rule and the ids of its parameters."""
-        number = self._step.rules.number
-        return [(number(group), [*map(id, group["params"])]) for group in self.param_groups]
 
     def _check_rule(self, at: int, group: Mapping[str, Any]) -> None:
         """ConfigError where a group names another rule than the one whose states its parameters have."""

@@ -28,6 +28,7 @@ from infinity.zero.access import ParamAccess
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
+from infinity.zero.experts import ExpertsDoor
 from infinity.zero.gradients import Gradients
 from infinity.zero.health import Health
 from infinity.zero.hooks import ModuleHooks
@@ -42,6 +43,7 @@ class Attached:
 
     # What the tensor axis has set.
     exchanges: Applied
+    experts: ExpertsDoor
     hooks: ModuleHooks
     checkpointing: Checkpointing
     compiled: CompiledModules
@@ -161,6 +163,7 @@ class Runtime:
             # Last registered, first run.
             stack.callback(self._release)
             stack.callback(self.attached.exchanges.remove)
+            stack.callback(self.attached.experts.close)
             stack.callback(self.attached.checkpointing.close)
             stack.callback(self.attached.compiled.close)
             stack.callback(self.observer.close)

@@ -33,7 +33,7 @@ def code_maps(device: torch.device) -> tuple[CodeMap, CodeMap]:
     room = torch.cat([
         *(each.view(torch.uint8) for each in found), *map(_cells, found),
         # A vector of processors reads four bytes at a time.
-        torch.zeros(64, dtype=torch.uint8),
+        torch.zeros(64, dtype=torch.uint8, device="cpu"),
     ]).to(device)  # fmt: skip
     values, cells = room[:2048].view(torch.float32).split(256), room[2048 : 2048 + 2 * _CELLS].split(_CELLS)
     return CodeMap(values[0], cells[0]), CodeMap(values[1], cells[1])

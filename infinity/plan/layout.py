@@ -91,6 +91,8 @@ class UnitLayout:
     replica: Replica = Replica.NONE
     # The number of the update rule that steps it.
     rule: int = 0
+    # Whether data decides if a forward uses it.
+    routed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -176,6 +178,7 @@ def make_layouts(spec: ModelSpec, parts: int, rules: Sequence[RuleSpec] = (RuleS
                 numel=align_up(offset, parts * max(PARTITION_ALIGNMENT, block)),
                 replica=unit.replica,
                 rule=unit.rule,
+                routed=unit.routed,
             )  # fmt: skip
         )
     return tuple(layouts)

@@ -52,7 +52,7 @@ from infinity.plan.placement import (
     search_placement,
     whole_units,
 )
-from infinity.plan.pools import Scratch, around_nbytes, left_nbytes, make_scratch, tiles_in_words
+from infinity.plan.pools import Scratch, around_nbytes, left_nbytes, make_scratch, routed_nbytes, tiles_in_words
 from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
 from infinity.plan.request import PlanRequest, RuleSpec
 from infinity.plan.shards import Shard
@@ -619,7 +619,7 @@ class _Draft:
         fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
         # What stays gathered around tiles is not theirs.
         live_nbytes = request.live_numel * width
-        around = around_nbytes(layouts, placement)
+        around = around_nbytes(layouts, placement) + routed_nbytes(layouts, placement)
         budget = FetchBudget(
             live_nbytes_max=max(live_nbytes - around, live_nbytes // 2),
             prefetch_nbytes_max=request.prefetch_numel * width, reuse_nbytes_max=request.reuse_numel * width,

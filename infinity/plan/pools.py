@@ -239,6 +239,12 @@ def around_nbytes(layouts: Sequence[UnitLayout], placement: Placement) -> int:
     return sum(around)
 
 
+def routed_nbytes(layouts: Sequence[UnitLayout], placement: Placement) -> int:
+    """Bytes of the experts that are gathered while others are computed with: two units of the largest."""
+    units = zip(layouts, placement.units, strict=True)
+    return 2 * max((layout.nbytes for layout, placed in units if layout.routed and not placed.whole), default=0)
+
+
 def tiles_in_words(layouts: Sequence[UnitLayout], placement: Placement, live_numel: int) -> Iterator[str]:
     """A line for each weight in tiles, and for each that is beyond the gather budget and still gathered whole."""
     tiles: dict[str, list[int]] = {}

@@ -13,6 +13,9 @@ gathered, used, reduced and stored as any other. Only weights that linear layers
 those use each row on its own: outputs of a linear layer come one behind the other, and a lookup needs the rows that it
 names.
 
+Experts: where the packed experts of a mixture are too large to gather together, each few of them are a unit, which has
+their part of every packed weight. Data decides which of these units a forward uses: see `infinity.zero.experts`.
+
 Which modules are computed again in backward: the blocks that a model repeats.
 """
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +37,10 @@ from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES, align_up
 # Of a loss in tiles, tokens of a tile and words of a block of the vocabulary: 16 MiB of logits in fp32.
 TILE_TOKENS = 1024
 TILE_WORDS = 4096
+# Of modules with packed experts: the weights of three dimensions of which the first counts experts.
+_PACKED = ("gate_up_proj", "up_proj", "down_proj")
+# Fewer elements are not worth a transfer: experts of less are cut several at a time.
+_EXPERTS_NUMEL_MIN = 1 << 19
 # Class names of modules whose attribute `weight` may be cut.
 _CUT = ("Linear", "Embedding")
 
@@ -117,7 +124,8 @@ class ModuleNode:
     """One module of the tree: its own parameters (by attribute name) and its children.
 
     `shared`: it stands in the model more than once; in the tree it has its first path only. `leaf`: the program wants
-    it as one unit.
+    it as one unit. `packed`: it has the experts of a mixture, and its forward is a function of transformers' interface
+    for such.
     """
 
     path: str
@@ -126,6 +134,8 @@ class ModuleNode:
     children: dict[str, ModuleNode] = field(default_factory=dict)
     shared: bool = False
     leaf: bool = False
+    # Whether its forward is a function of transformers' experts interface.
+    packed: bool = False
 
     def mark_leaf(self) -> None:
         """The program wants the module as one unit."""
@@ -233,6 +243,8 @@ class UnitSpec:
     params: tuple[ParamSpec, ...]
     replica: Replica = Replica.NONE
     rule: int = 0
+    # Whether data decides if a forward uses it: some experts of a mixture.
+    routed: bool = False
 
     @property
     def numel(self) -> int:
@@ -293,7 +305,7 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
 
     def node_of(current: Any, path: str) -> ModuleNode:
         params = {name: spec_of(param) for name, param in current._parameters.items() if param is not None}
-        node = nodes[id(current)] = ModuleNode(path, type(current).__name__, params)
+        node = nodes[id(current)] = ModuleNode(path, type(current).__name__, params, packed=is_packed(current))
         if current.__dict__.get(LEAF_MARK, False):
             node.mark_leaf()
         for name, child in current._modules.items():
@@ -307,6 +319,13 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
         return node
 
     return node_of(module, "")
+
+
+def is_packed(module: Any) -> bool:
+    """Whether a module's forward is a function of transformers' experts interface, on packed weights that it has."""
+    dispatched = hasattr(getattr(type(module).forward, "__wrapped__", None), "__code__")
+    named = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "num_experts")
+    return dispatched and named and "down_proj" in module._parameters
 
 
 def hidden_matrices(root: ModuleNode, heads: Collection[str] = ()) -> frozenset[str]:
@@ -343,7 +362,9 @@ def find_units(root: ModuleNode, rules: UnitRules) -> ModelSpec:
     """
     owners: dict[str, ModuleNode] = {}
     blocks: set[str] = set()
-    tiled = _tiled(root, rules)
+    experts = _experts(root, rules)
+    packed = {spec.name for specs in experts.values() for spec in specs}
+    tiled = _tiled(root, rules) | packed
     below = _params_below(root)
 
     def own(node: ModuleNode, specs: Iterable[ParamSpec]) -> None:
@@ -370,7 +391,7 @@ def find_units(root: ModuleNode, rules: UnitRules) -> ModelSpec:
             visit(child, caller, classes.count(child.class_name) > 1 or child.class_name in rules.block_classes)
 
     visit(root, root, repeated=root.class_name in rules.block_classes)
-    return _assemble(root, owners, blocks, rules)
+    return _assemble(root, owners, blocks, rules, experts)
 
 
 def _params_below(root: ModuleNode) -> dict[int, dict[str, ParamSpec]]:
@@ -394,7 +415,10 @@ def _has_blocks(node: ModuleNode, rules: UnitRules, below: Mapping[int, Mapping[
     return False
 
 
-def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str], rules: UnitRules) -> ModelSpec:
+def _assemble(
+    root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str], rules: UnitRules,
+    experts: Mapping[str, Sequence[ParamSpec]],
+) -> ModelSpec:  # fmt: skip
     """Group parameters by (owner, trainable, dtype, replica, rule); merge small left-overs into the root; find the
     modules that need each unit.
     """
@@ -436,7 +460,9 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
                 rule=rule,
             )  # fmt: skip
         )
-    units = _with_tiles(units, tiled.values(), hooked, order, rules)
+    packed = {spec.name for specs in experts.values() for spec in specs}
+    units += [unit for path, each in experts.items() for unit in _units_of_experts(path, each, hooked, rules)]
+    units = _with_tiles(units, [spec for name, spec in tiled.items() if name not in packed], hooked, order, rules)
     begins = sorted((order[module], index) for index, unit in enumerate(units) for module in unit.modules)
     lookups = frozenset(position for position, (node, _) in enumerate(begins) if nodes[node].is_lookup)
     return ModelSpec(
@@ -477,7 +503,50 @@ def _with_tiles(
             piece = replace(spec, start=start, tile_numel=numel)
             made.append(UnitSpec(name, modules, spec.dtype, spec.trainable, (piece,), spec.replica, spec.rule))
     # Sorting keeps the order of units that begin in one module.
-    return sorted([*units, *made], key=lambda unit: order[unit.modules[0]]) if made else units
+    routed = any(unit.routed for unit in units)
+    return sorted([*units, *made], key=lambda unit: order[unit.modules[0]]) if made or routed else units
+
+
+def _experts(root: ModuleNode, rules: UnitRules) -> dict[str, list[ParamSpec]]:
+    """By path of a module, the packed weights of its experts, where these are too large to gather together."""
+    found: dict[str, list[ParamSpec]] = {}
+    for node in root.walk() if rules.whole_numel_max < 2**62 else ():
+        specs = [node.params[name] for name in _PACKED if name in node.params]
+        # One kind of unit, which no other module needs, cut along another dimension if at all.
+        kinds = {(spec.shape[0], len(spec.shape), spec.dtype, spec.group < 0, spec.rule) for spec in specs}
+        alone = not any(spec.tied or (spec.shard is not None and spec.shard.dim == 0) for spec in specs)
+        if not node.packed or node.shared or len(kinds) != 1 or len(specs[0].shape) != 3 or not alone:
+            continue
+        large = sum(spec.numel for spec in specs) > rules.whole_numel_max
+        if large and _experts_of_unit(specs, rules) < specs[0].shape[0]:
+            found[node.path] = specs
+    return found
+
+
+def _experts_of_unit(specs: Sequence[ParamSpec], rules: UnitRules) -> int:
+    """How many experts with these packed weights are a unit: as many as a transfer is worth, one at the least."""
+    inner = [math.prod(spec.shape[1:]) for spec in specs]
+    wanted = min(-(-_EXPERTS_NUMEL_MIN // sum(inner)), max(rules.tile_numel_max // sum(inner), 1))
+    # No block of elements of any of the weights is cut.
+    block = rules.updates[specs[0].rule].block if specs[0].trainable else 1
+    return align_up(wanted, math.lcm(*(block // math.gcd(each, block) for each in inner)))
+
+
+def _units_of_experts(
+    path: str, specs: Sequence[ParamSpec], hooked: dict[str, list[tuple[str, bool]]], rules: UnitRules
+) -> Iterator[UnitSpec]:
+    """The units of a module's experts."""
+    count, first = specs[0].shape[0], specs[0]
+    modules = tuple(dict.fromkeys(point for spec in specs for point, _ in hooked[spec.name]))
+    for begin in range(0, count, _experts_of_unit(specs, rules)):
+        end = min(begin + _experts_of_unit(specs, rules), count)
+        pieces = tuple(
+            replace(spec, start=begin * inner, tile_numel=(end - begin) * inner)
+            for spec, inner in zip(specs, (math.prod(spec.shape[1:]) for spec in specs), strict=True)
+        )
+        which = f"expert {begin + 1}" if end == begin + 1 else f"experts {begin + 1} to {end}"
+        name = f"{path}, {which} of {count}" + ("" if first.trainable else " (frozen)")
+        yield UnitSpec(name, modules, first.dtype, first.trainable, pieces, first.replica, first.rule, routed=True)
 
 
 def _homes(

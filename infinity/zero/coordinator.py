@@ -64,12 +64,19 @@ class ModuleCall:
     """One call of a hooked module: the units it needs, in forward and again in its backward.
 
     lookup: the call only looks rows up in the weights of `units` (an embedding), so its backward does not need them.
+    before, after: of a call that data has decided on, the units of those next to it, which forward and backward will
+    need next; None at the ends.
     """
 
-    __slots__ = ("__weakref__", "_generations", "held", "in_backward", "looked_up", "number", "units")
+    __slots__ = (
+        "__weakref__", "_generations", "after", "before", "held", "in_backward", "looked_up", "number", "units",
+    )  # fmt: skip
 
-    def __init__(self, units: Sequence[Unit], *, lookup: bool = False) -> None:
+    def __init__(
+        self, units: Sequence[Unit], *, lookup: bool = False, before: Unit | None = None, after: Unit | None = None
+    ) -> None:
         self.units = list(units)
+        self.before, self.after = before, after
         # How many of the first units are only looked up in.
         self.looked_up = len(units) if lookup else 0
         # Position among the calls that wait for their backward, from 1; 0 for a call that does not wait.
@@ -110,7 +117,7 @@ class ModuleCalls:
 
     def __init__(self, units: Sequence[Unit], group: AxisGroup) -> None:
         self._units = list(units)
-        self._group = group
+        self.group = group
         # Units that all ranks gather together in each forward and backward.
         self._cut = {unit for unit in units if unit.placed.parts > 1 and not unit.placed.whole}
         self._open: list[ModuleCall] = []
@@ -130,6 +137,15 @@ class ModuleCalls:
     def innermost(self) -> ModuleCall | None:
         """The open call that was opened last."""
         return self._open[-1] if self._open else None
+
+    @property
+    def together(self) -> bool:
+        """Whether ranks gather units together."""
+        return self.group.size > 1 and bool(self._cut)
+
+    def awaits(self, unit: Unit) -> bool:
+        """Whether a call that has the unit waits for its backward."""
+        return (unit, self.micro_batch) in self._pending
 
     def is_open(self, unit: Unit) -> bool:
         """Whether an open call has the unit among its own."""
@@ -246,7 +262,7 @@ class ModuleCalls:
         needed = {unit for call, units, _ in calls.values() if call() is not None for unit in units}
         if any(unit in self._cut for _, units, _ in calls.values() for unit in units):
             mine = [unit in needed for unit in self._units]
-            anywhere = on_any_rank(mine, self._group, "forwards that wait for their backward")
+            anywhere = on_any_rank(mine, self.group, "forwards that wait for their backward")
             needed = {unit for unit, flag in zip(self._units, anywhere, strict=True) if flag}
         for number, (_, units, _) in calls.items():
             if needed.isdisjoint(units):
@@ -349,13 +365,15 @@ class Coordinator:
             if (changed := unit.end_use()) is not None:
                 raise changed
 
-    def open_scope(self, units: Sequence[Unit], *, lookup: bool = False) -> ModuleCall:
-        """A hooked module is about to run: gather its units. lookup: as in `ModuleCall`."""
+    def open_scope(
+        self, units: Sequence[Unit], *, lookup: bool = False, before: Unit | None = None, after: Unit | None = None
+    ) -> ModuleCall:
+        """A hooked module is about to run: gather its units. lookup, before, after: as in `ModuleCall`."""
         self.check_transform(units)
-        call = ModuleCall(units, lookup=lookup)
+        call = ModuleCall(units, lookup=lookup, before=before, after=after)
         self.calls.open(call)
         for unit in call.units:
-            self._use(unit)
+            self._use(unit, ahead=after)
         trace.begin_async(FORWARD, call)
         return call
 
@@ -434,7 +452,7 @@ class Coordinator:
             return
         if self.calls.enter_backward(call):
             for index, unit in enumerate(call.units):
-                self._use(unit, needed=index >= call.looked_up)
+                self._use(unit, needed=index >= call.looked_up, ahead=call.before)
         trace.begin_async(BACKWARD, call)
 
     def leave_backward(self, call: ModuleCall) -> None:
@@ -445,6 +463,16 @@ class Coordinator:
         for unit in self.calls.leave_backward(call):
             self._gradients.ready(unit)
         self._leave(call)
+
+    def pass_by(self, units: Sequence[Unit]) -> None:
+        """Backward has come by units that no forward of it has used: experts that nobody has chosen."""
+        for unit in units:
+            if not self.calls.awaits(unit):
+                self._gradients.ready(unit)
+
+    def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Whether a flag is set on one of the ranks that gather together. Collective where there are several."""
+        return on_any_rank(flags, self.calls.group, "which experts are used") if self.calls.together else [*flags]
 
     def collect(self, call: ModuleCall) -> None:
         """The gradients of a waiting call are there, which enters no backward of its own."""
@@ -498,7 +526,7 @@ class Coordinator:
 
     # Use of one unit.
 
-    def _use(self, unit: Unit, *, needed: bool = True) -> None:
+    def _use(self, unit: Unit, *, needed: bool = True, ahead: Unit | None = None) -> None:
         first = self.memory.begin_use(unit)
         if unit.placed.whole:
             self._update(unit)
@@ -509,7 +537,10 @@ class Coordinator:
             if self._before_gather is not None:
                 self._before_gather(unit.layout.name)
             with trace.span(trace.ENGINE, "use", unit.key):
-                self.prefetcher.bring(unit, needed=needed)
+                if unit.layout.routed:
+                    self.prefetcher.bring_routed(unit, ahead)
+                else:
+                    self.prefetcher.bring(unit, needed=needed)
         if first:
             unit.begin_use()
 

@@ -413,8 +413,11 @@ class Prefetcher:
         self._collective = plan.topology.dp > 1
         self._store = store
         self._memory = memory
-        self._known: dict[tuple[UnitAccess, ...], FetchSchedule] = {plan.schedule.uses: plan.schedule}
-        self._schedules: dict[str, FetchSchedule] = {"train": plan.schedule, "eval": plan.schedule}
+        # Data decides which experts are used: what is ahead of each is told, and the schedule has the others.
+        usual = tuple(use for use in plan.schedule.uses if not plan.layouts[use.unit].routed)
+        schedule = plan.schedule if usual == plan.schedule.uses else plan.reschedule(usual)
+        self._known: dict[tuple[UnitAccess, ...], FetchSchedule] = {schedule.uses: schedule}
+        self._schedules: dict[str, FetchSchedule] = {"train": schedule, "eval": schedule}
         self._pass: _Pass | None = None
         # Units that a pass of one rank was to gather ahead, had their partitions been there.
         self._late: list[Unit] = []
@@ -461,6 +464,15 @@ class Prefetcher:
         """A pass has raised: forget it, and its times."""
         self._pass = self._timer = None
         self._late.clear()
+
+    def bring_routed(self, unit: Unit, ahead: Unit | None) -> None:
+        """Gather a unit whose use data has decided, and fetch the one whose use comes next."""
+        self._memory.gather(unit)
+        if ahead is not None:
+            self._memory.prefetch(ahead)
+            if self._plan.policy.gather_ahead and (self._collective or self._store.readable_now(ahead.key)):
+                self._memory.gather(ahead)
+        unit.finish_gather()
 
     def bring(self, unit: Unit, *, needed: bool) -> None:
         """Gather a unit whose use begins, if its weights are `needed`, and submit what the schedule has ahead of it."""

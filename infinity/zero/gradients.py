@@ -362,6 +362,11 @@ class Gradients:
         for unit in self._shared:
             if unit.layout.numel:
                 self.sum_shared(unit)
+        for places in _parts(self._units):
+            # Torch gives a parameter one gradient, or none.
+            if any(self.arrived[unit][at] for unit, at in places):
+                for unit, at in places:
+                    self.arrived[unit][at] = True
         arrived = {unit.layout.index: [*flags] for unit, flags in self.arrived.items()}
         elsewhere: frozenset[str] = frozenset()
         if world.size > 1:
@@ -512,7 +517,9 @@ class Gradients:
         elif self._in_turn:
             # The reduction before this one ends first, so that at most one is in flight.
             self._end_reduction()
-            self._reducer.submit(unit)
+            # All ranks know alike that nobody has chosen an expert.
+            if any(present) or not unit.layout.routed:
+                self._reducer.submit(unit)
         elif any(present):
             if self._alone:
                 self._accumulate(unit)
@@ -596,6 +603,16 @@ def _chunks(units: Sequence[Unit], plan: Plan) -> list[list[Unit]]:
         return []
     needed = [set(plan.pipeline.units_of(stage)) for stage in plan.pipeline.stages]
     return [[unit for unit in units if unit.layout.index in each] for each in needed]
+
+
+def _parts(units: Sequence[Unit]) -> list[list[tuple[Unit, int]]]:
+    """By parameter that lies in tiles, (unit, place in its layout) of each."""
+    found: dict[str, list[tuple[Unit, int]]] = {}
+    for unit in units:
+        for at, slot in enumerate(unit.layout.slots):
+            if slot.is_tile:
+                found.setdefault(slot.name, []).append((unit, at))
+    return [*found.values()]
 
 
 def _shared(units: Sequence[Unit], plan: Plan, groups: ProcessGroups) -> dict[Unit, AxisGroup]:

@@ -39,6 +39,7 @@ from infinity.plan.types import Key, Kind
 from infinity.zero import parameter, tiles
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.deferred_init import DeferredInit
+from infinity.zero.experts import ExpertsDoor
 from infinity.zero.parameter import leave_to_others
 from infinity.zero.unit import Unit
 
@@ -337,9 +338,10 @@ def taken_in_order(model: nn.Module, units: ModelSpec) -> list[tuple[nn.Paramete
     return [*found.values()]
 
 
-def attach_units(units: Sequence[Unit], coordinator: Coordinator) -> None:
-    """Let the coordinator bring each parameter that a program uses."""
+def attach_units(model: nn.Module, units: Sequence[Unit], coordinator: Coordinator) -> ExpertsDoor:
+    """Let the coordinator bring each parameter that a program uses. Returns what runs experts meanwhile."""
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             parameter.attach(param, coordinator, slot.name)
     tiles.adopt_tiles(units, coordinator)
+    return ExpertsDoor(model)

@@ -131,7 +131,7 @@ class ParameterState:
         sizes = [_as_kept(piece, kind).numel() for piece in pieces]
         flat = value.detach().reshape(-1)
         if flat.numel() != sum(sizes):
-            raise ValueError(f"{self._param.name}: this rank has {sum(sizes)} values, the new value {flat.numel()}")
+            raise ValueError(f"{self._param.name}: this rank has {sum(sizes)} elements, the new value {flat.numel()}")
         for piece, given in zip(pieces, flat.split(sizes), strict=True):
             piece.copy_(_by_element(given, kind)[: piece.numel()])
         for part, own in owns:

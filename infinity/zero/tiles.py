@@ -16,6 +16,7 @@ incomplete until then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -205,8 +206,8 @@ def adopt_tiles(units: Sequence[Unit], coordinator: Coordinator) -> None:
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             if slot.is_tile:
-                rows, width = slot.own_shape
-                first = slot.start // width
+                rows, *inner = slot.own_shape
+                first = slot.start // math.prod(inner)
                 found.setdefault(slot.name, []).append(Tile(unit, param, first, first + rows))
     for name, tiles in found.items():
         whole = parameter.whole_of(tiles[0].param)
