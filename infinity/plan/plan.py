@@ -344,6 +344,12 @@ class Plan:
             timing=timing,
         )
 
+    @cached_property
+    def followed(self) -> FetchSchedule:
+        """The schedule that a pass follows: without the experts, of which data says which are used."""
+        uses = tuple(use for use in self.schedule.uses if not self.layouts[use.unit].routed)
+        return self.schedule if uses == self.schedule.uses else self.reschedule(uses)
+
     def bytes_at_home(self) -> dict[Tier, dict[Kind, int]]:
         """Bytes of values at their homes, with units and gradients that stay whole; POOL is what rounding adds."""
         return {tier: dict(kinds) for tier, kinds in self._at_home.items()}
@@ -619,11 +625,15 @@ class _Draft:
         fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
         # What stays gathered around tiles is not theirs.
         live_nbytes = request.live_numel * width
-        around = around_nbytes(layouts, placement) + routed_nbytes(layouts, placement)
+        around, routed = around_nbytes(layouts, placement), routed_nbytes(layouts, placement)
+        # Two units of experts at once, where that leaves half of it to others.
+        two = around + 2 * routed <= live_nbytes // 2
+        around += routed * (1 + two)
         budget = FetchBudget(
-            live_nbytes_max=max(live_nbytes - around, live_nbytes // 2),
+            live_nbytes_max=max(live_nbytes - around, live_nbytes // (4 if routed else 2)),
             prefetch_nbytes_max=request.prefetch_numel * width, reuse_nbytes_max=request.reuse_numel * width,
             fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
+            gather_routed_ahead=two,
         )  # fmt: skip
         schedule = make_schedule(
             step_uses(spec), full_nbytes=_full_nbytes(layouts, placement), fetch_nbytes=fetch_nbytes, budget=budget,
@@ -670,7 +680,7 @@ def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
         grad_nbytes=_grad_nbytes(plan, grads),
         staging_nbytes=max(staged, default=0),
         copies_nbytes=max((min(COPY_NBYTES, nbytes) for nbytes in copied), default=0),
-        gathered_nbytes=plan.schedule.peak_nbytes + around,
+        gathered_nbytes=plan.followed.peak_nbytes + around,
         left_nbytes=max(
             left_nbytes(backward, layouts, accelerator=request.accelerator, wire=plan.wire_in_backward), default=0
         ),

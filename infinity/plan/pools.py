@@ -240,9 +240,9 @@ def around_nbytes(layouts: Sequence[UnitLayout], placement: Placement) -> int:
 
 
 def routed_nbytes(layouts: Sequence[UnitLayout], placement: Placement) -> int:
-    """Bytes of the experts that are gathered while others are computed with: two units of the largest."""
+    """Bytes of the largest unit of experts that come and go."""
     units = zip(layouts, placement.units, strict=True)
-    return 2 * max((layout.nbytes for layout, placed in units if layout.routed and not placed.whole), default=0)
+    return max((layout.nbytes for layout, placed in units if layout.routed and not placed.whole), default=0)
 
 
 def tiles_in_words(layouts: Sequence[UnitLayout], placement: Placement, live_numel: int) -> Iterator[str]:

@@ -35,6 +35,8 @@ class FetchBudget:
     reuse_nbytes_max: int
     # Bytes of this rank's partitions in CPU memory that were read from NVMe ahead of use, gathered ahead or not.
     fetch_nbytes_max: int
+    # Whether the next unit of experts is gathered while one is computed with.
+    gather_routed_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,11 +413,8 @@ class Prefetcher:
         self._collective = plan.topology.dp > 1
         self._store = store
         self._memory = memory
-        # Data decides which experts are used: what is ahead of each is told, and the schedule has the others.
-        usual = tuple(use for use in plan.schedule.uses if not plan.layouts[use.unit].routed)
-        schedule = plan.schedule if usual == plan.schedule.uses else plan.reschedule(usual)
-        self._known: dict[tuple[UnitAccess, ...], FetchSchedule] = {schedule.uses: schedule}
-        self._schedules: dict[str, FetchSchedule] = {"train": schedule, "eval": schedule}
+        self._known: dict[tuple[UnitAccess, ...], FetchSchedule] = {plan.followed.uses: plan.followed}
+        self._schedules: dict[str, FetchSchedule] = {"train": plan.followed, "eval": plan.followed}
         self._pass: _Pass | None = None
         # Units that a pass of one rank was to gather ahead, had their partitions been there.
         self._late: list[Unit] = []
@@ -470,7 +467,8 @@ class Prefetcher:
         self._memory.gather(unit)
         if ahead is not None:
             self._memory.prefetch(ahead)
-            if self._plan.policy.gather_ahead and (self._collective or self._store.readable_now(ahead.key)):
+            wanted = self._plan.policy.gather_ahead and self._plan.budget.gather_routed_ahead
+            if wanted and (self._collective or self._store.readable_now(ahead.key)):
                 self._memory.gather(ahead)
         unit.finish_gather()
 

@@ -106,9 +106,14 @@ class GradientPartitions:
                     piece.zero_()
 
     def put_zero(self, unit: Unit) -> None:
-        """Replace a unit's gradients by zero."""
-        with self._beginning(unit, first=True) as (target, *_):
-            target.zero_()
+        """Replace a unit's gradients by zero, which a drive is not told: see [Note: zero tails] of the partitions."""
+        key = unit.grad_key
+        if self._store[key].on_drive:
+            self._store.discard(key)
+        with self._store.write(key, fresh=True, prefix_nbytes=0) as (partition,):
+            if not partition.on_drive:
+                partition.view(Kind.GRAD).zero_()
+        self._store.flush(key)
 
     def arrive(self, *, wait: bool = False) -> list[Unit]:
         """End copies, in their order: those that are over, or all of them to `wait`. Returns the units whose gradients
@@ -554,10 +559,11 @@ class Gradients:
             self._final.add(unit)
         if reduced is not None:
             self._partitions.put_sums(unit, reduced, first=first)
-        elif self._alone:
+        elif self._alone and (not first or any(param.grad is not None for param in unit.params)):
             self._partitions.put_own(unit, first=first)
         else:
             self._partitions.put_zero(unit)
+            self._tell(unit)
         self._end_copies()
 
     def _reduce_whole(self, unit: Unit, buffer: Tensor) -> None:
