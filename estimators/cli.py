@@ -17,6 +17,8 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +130,11 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         both = {"known": _choice(member) if member else None, "deepest": _choice(deepest)} if args.json else None
         return largest_found(member, deepest), both, best.estimate, deepest.estimate.fits
     if searches:
-        advice = advise(wish) if args.fit else Advice([search(wish)], lasting=True)
+        advice, lead = _advised(wish, args.optimizer) if args.fit else (Advice([search(wish)], lasting=True), "")
         choice = advice.best
         _save(choice, args.save, found=choice.estimate.fits)
         ways = [] if choice.estimate.fits else ways_out(wish, choice)
-        text = advised(advice, ways) if args.fit else chosen(choice, ways)
+        text = lead + (advised(advice, ways) if args.fit else chosen(choice, ways))
         found = {**_choice(choice), "ways_out": {words: _choice(way) for words, way in ways}} if args.json else None
         return text, found, choice.estimate, choice.estimate.fits
     if args.config is None:
@@ -151,6 +153,23 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     if told is not None and not single.fits:
         told["nearest"] = None if near is None else near.keys
     return format_report(single, near), told, single, single.fits
+
+
+def _advised(wish: Wish, asked: str | None) -> tuple[Advice, str]:
+    """The best that fits, with moments in 8 bits where nothing fits with AdamW's and no optimizer is asked for; and
+    what is said of that.
+    """
+    advice = advise(wish)
+    if advice.best.estimate.fits or asked is not None:
+        return advice, ""
+    with suppress(ConfigError):
+        coded = advise(replace(wish, optimizer="AdamW8bit"))
+        if coded.best.estimate.fits:
+            return coded, (
+                "With AdamW nothing fits here. With moments in 8 bits (AdamW8bit, which rounds them) it does; "
+                "--optimizer AdamW says what AdamW lacks.\n\n"
+            )
+    return advice, ""
 
 
 def _refuse_idle(args: argparse.Namespace, searches: bool) -> None:

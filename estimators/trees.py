@@ -31,6 +31,8 @@ class Module:
     children: Mapping[str, Module] = field(default_factory=dict)
     # Full parameter name -> full name of the parameter that it is another name for.
     ties: Mapping[str, str] = field(default_factory=dict)
+    # As of `ModuleNode`.
+    packed: bool = False
 
 
 # Also where a search for the deepest model that fits ends.
@@ -214,7 +216,7 @@ def _feed_forward(prefix: str, hidden: int, inner: int, *, biased: bool = False,
 
 def _experts(prefix: str, count: int, inner: int, hidden: int) -> Module:
     shapes = {"gate_up_proj": (count, 2 * inner, hidden), "down_proj": (count, hidden, inner)}
-    return Module(f"{prefix}Experts", shapes)
+    return Module(f"{prefix}Experts", shapes, packed=True)
 
 
 def mixtral_experts(hyper: DecoderConfig, prefix: str, hidden: int, layer: int) -> Module:
@@ -414,6 +416,7 @@ def _grow(module: Module, path: str, specs: Mapping[str, ParamSpec]) -> ModuleNo
         class_name=module.class_name,
         params={name: specs[dotted(path, name)] for name in module.params},
         children={name: _grow(child, dotted(path, name), specs) for name, child in module.children.items()},
+        packed=module.packed,
     )
 
 

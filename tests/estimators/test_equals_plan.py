@@ -52,6 +52,13 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
         {"bf16": {"enabled": True}, "gradient_accumulation_steps": 3, "communication_data_type": "fp32",
          "zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME, **BOUNDS}},
     ),
+    "stage 3 on NVMe with experts a few at a time, in 8 bits": (
+        2,
+        {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW8bit", "params": {"min_8bit_size": 1000}},
+         "zero_optimization": {
+             "stage": 3, "offload_param": NVME, "offload_optimizer": NVME, "stage3_max_live_parameters": 10_000,
+         }},
+    ),
 }  # fmt: skip
 # The same, planned for clusters that are not here.
 CLUSTERS = ((3, 3), (8, 8), (64, 8), (512, 4))
@@ -93,8 +100,8 @@ def cases(ranks: int) -> list[tuple[str, dict[str, Any]]]:
     return [(model, config) for count, config in CONFIGS.values() if count == ranks for model in MODELS]
 
 
-def test_there_are_twenty_pairs():
-    assert len(cases(1)) + len(cases(2)) == 20
+def test_there_are_twenty_four_pairs():
+    assert len(cases(1)) + len(cases(2)) == 24
 
 
 @pytest.mark.parametrize("model_type", MODELS)
