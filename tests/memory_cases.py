@@ -13,8 +13,8 @@ cache counts.
 - A fitted case trains, saves and loads; its peak is at most the prediction, and at least 0.90 of it.
 - A refused case runs again with preflight taken out: it is killed, or exceeds the limit.
 
-With --whole each fitted case must have the hash of a run without a limit. "huge" (2.1 B parameters) is for that: it
-takes up to 60 GB of the drive, moves some 320 GB a run, and is left out where the drive has less free.
+With --whole each fitted case must have the hash of a run without a limit. "huge" (2.1 B parameters) and "mixture"
+(1.3 B, in experts) are for that: they take up to 60 and 40 GB of the drive, and are left out where it has less free.
 """
 
 from __future__ import annotations
@@ -53,9 +53,13 @@ MODELS = {
         "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 20,
         "num_key_value_heads": 20,
     },
+    # 1.3 B parameters, 0.6 B of them in the experts of each layer: 1.2 GB in bf16.
+    "mixture": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 2, "num_local_experts": 16,
+    },
 }  # fmt: skip
 # What a case of it has on the drive at most: the swap file, and a checkpoint.
-DRIVE_NBYTES = {"huge": 62 * 10**9}
+DRIVE_NBYTES = {"huge": 62 * 10**9, "mixture": 40 * 10**9}
 LEAST = 0.90
 
 
@@ -76,6 +80,9 @@ def train(model_name: str, folder: str, steps: int, flags: Sequence[str]) -> Non
     told = [int(flag.removeprefix("told:")) for flag in flags if flag.startswith("told:")]
     gradients = {"data_types": {"grad_accum_dtype": "bf16"}} if "fp32" in flags else {}
     drive = {"device": "none"} if "memory" in flags else {"device": "nvme", "nvme_path": folder}
+    sizes = {**_COMMON, **MODELS[model_name]}
+    # Experts a few at a time, with and without a limit.
+    bounds = {"stage3_max_live_parameters": 100_000_000} if "num_local_experts" in sizes else {}
     config = {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": "fp32" not in flags},
         "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, **gradients,
@@ -83,13 +90,14 @@ def train(model_name: str, folder: str, steps: int, flags: Sequence[str]) -> Non
             "activations": {"sequence_length": length},
             **({"cpu": {"max_bytes": told[0]}} if told else {}),
         },
-        "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
+        "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive, **bounds},
     }  # fmt: skip
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
     torch.manual_seed(0)
     with infinity.Init(config=config):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**{**_COMMON, **MODELS[model_name]}))
+        kind = MixtralConfig if bounds else LlamaConfig
+        model = AutoModelForCausalLM.from_config(kind(**sizes))
     try:
         engine, *_ = infinity.initialize(model=model, config=config)
     except CapacityError as refusal:

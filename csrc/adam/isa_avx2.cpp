@@ -81,18 +81,10 @@ inline int nonfinite(Vec a) {
     return kLanes - __builtin_popcount(_mm256_movemask_ps(_mm256_castsi256_ps(finite_lanes(a))));
 }
 
-inline Vec decode(const float* values, const uint8_t* codes) {
-    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
-    return _mm256_i32gather_ps(values, _mm256_cvtepu8_epi32(eight), 4);
-}
-inline void encode(const uint8_t* cells, Vec cell, uint8_t* out) {
+inline void store_cells(int32_t* out, Vec cell) {
     // Of a NaN `max` returns its second argument.
     const Vec bounded = _mm256_min_ps(_mm256_max_ps(cell, _mm256_setzero_ps()), _mm256_set1_ps(65535.0f));
-    const __m256i found = _mm256_i32gather_epi32(reinterpret_cast<const int*>(cells), _mm256_cvttps_epi32(bounded), 1);
-    alignas(16) uint16_t codes[8];
-    store_narrow(codes, _mm256_and_si256(found, _mm256_set1_epi32(0xFF)));
-    const __m128i wide = _mm_load_si128(reinterpret_cast<const __m128i*>(codes));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(wide, wide));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_cvttps_epi32(bounded));
 }
 
 inline Vec finite_or_zero(Vec a) { return _mm256_and_ps(a, _mm256_castsi256_ps(finite_lanes(a))); }

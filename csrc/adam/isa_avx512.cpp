@@ -82,15 +82,10 @@ inline __mmask16 finite_lanes(Vec a) {
     return _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000));
 }
 inline int nonfinite(Vec a) { return kLanes - __builtin_popcount(finite_lanes(a)); }
-inline Vec decode(const float* values, const uint8_t* codes) {
-    const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-    return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(sixteen), values, 4);
-}
-inline void encode(const uint8_t* cells, Vec cell, uint8_t* out) {
+inline void store_cells(int32_t* out, Vec cell) {
     // Of a NaN `max` returns its second argument.
     const Vec bounded = _mm512_min_ps(_mm512_max_ps(cell, _mm512_setzero_ps()), _mm512_set1_ps(65535.0f));
-    const __m512i found = _mm512_i32gather_epi32(_mm512_cvttps_epi32(bounded), cells, 1);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(found));
+    _mm512_storeu_si512(out, _mm512_cvttps_epi32(bounded));
 }
 
 inline Vec finite_or_zero(Vec a) { return _mm512_maskz_mov_ps(finite_lanes(a), a); }

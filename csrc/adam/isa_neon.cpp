@@ -55,15 +55,9 @@ inline uint32x4_t finite_lanes(Vec a) {
     return vcltq_u32(magnitude, vdupq_n_u32(0x7F800000));
 }
 inline int nonfinite(Vec a) { return kLanes - static_cast<int>(vaddvq_u32(vshrq_n_u32(finite_lanes(a), 31))); }
-inline Vec decode(const float* values, const uint8_t* codes) {
-    const float found[kLanes] = {values[codes[0]], values[codes[1]], values[codes[2]], values[codes[3]]};
-    return vld1q_f32(found);
-}
-inline void encode(const uint8_t* cells, Vec cell, uint8_t* out) {
+inline void store_cells(int32_t* out, Vec cell) {
     // The conversion makes 0 of what is below it and of a NaN.
-    uint32_t at[kLanes];
-    vst1q_u32(at, vminq_u32(vcvtq_u32_f32(cell), vdupq_n_u32(65535)));
-    for (int lane = 0; lane < kLanes; ++lane) out[lane] = cells[at[lane]];
+    vst1q_s32(out, vreinterpretq_s32_u32(vminq_u32(vcvtq_u32_f32(cell), vdupq_n_u32(65535))));
 }
 
 inline Vec finite_or_zero(Vec a) {

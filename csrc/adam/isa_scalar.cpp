@@ -80,10 +80,9 @@ inline Vec max(Vec a, Vec b) { return a.value > b.value ? a : b; }
 inline Vec one_nan(Vec a) { return {a.value == a.value ? a.value : float_of(0x7FC00000)}; }
 inline Vec sign(Vec a) { return {a.value > 0.0f ? 1.0f : a.value < 0.0f ? -1.0f : 0.0f}; }
 
-inline Vec decode(const float* values, const uint8_t* codes) { return {values[*codes]}; }
-inline void encode(const uint8_t* cells, Vec cell, uint8_t* out) {
+inline void store_cells(int32_t* out, Vec cell) {
     const float bounded = cell.value > 0.0f ? cell.value : 0.0f;
-    *out = cells[static_cast<uint32_t>(bounded < 65535.0f ? bounded : 65535.0f)];
+    *out = static_cast<int32_t>(bounded < 65535.0f ? bounded : 65535.0f);
 }
 
 inline Vec finite_or_zero(Vec a) { return nonfinite(a) ? Vec{0.0f} : a; }

@@ -5,6 +5,10 @@
 // same bits for every input without NaNs; a NaN stays a NaN.
 #pragma once
 
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "codes are packed in little-endian order"
+#endif
+
 #include <cmath>
 #include <cstdint>
 

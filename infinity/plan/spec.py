@@ -303,9 +303,12 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
 
     nodes: dict[int, ModuleNode] = {}
 
-    def node_of(current: Any, path: str) -> ModuleNode:
+    def node_of(current: Any, path: str, adapted: bool = False) -> ModuleNode:
         params = {name: spec_of(param) for name, param in current._parameters.items() if param is not None}
-        node = nodes[id(current)] = ModuleNode(path, type(current).__name__, params, packed=is_packed(current))
+        packed = is_packed(current) and not adapted
+        node = nodes[id(current)] = ModuleNode(path, type(current).__name__, params, packed=packed)
+        # peft's adapters of a parameter compute with all of it.
+        adapted = adapted or (hasattr(current, "parameter_name") and "base_layer" in current._modules)
         if current.__dict__.get(LEAF_MARK, False):
             node.mark_leaf()
         for name, child in current._modules.items():
@@ -315,7 +318,7 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
                 # A module that stands in the tree twice is one module: it is hooked once, by its first path.
                 nodes[id(child)].share()
             else:
-                node.children[name] = node_of(child, f"{path}.{name}" if path else name)
+                node.children[name] = node_of(child, f"{path}.{name}" if path else name, adapted)
         return node
 
     return node_of(module, "")
