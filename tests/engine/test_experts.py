@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,118 @@ def test_experts_a_few_at_a_time_have_the_bits_of_whole_ones(
     for each in (rows, several):
         for found in rank_pools[world].run(run, str(tmp_path), family, each):
             assert len({str(losses) for losses, _ in found}) == len({held for _, held in found}) == 1, found
+
+
+def moved() -> tuple[int, int]:
+    """Bytes that this process has read from drives and written to them."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def test_only_what_is_chosen_is_read_and_has_a_gradient_written(tmp_path: Path) -> None:
+    """64 experts of 1.2 MB in bf16, 2 for each of 8 tokens: read once in forward, and at most once in backward."""
+    sizes = {
+        "num_experts": 64, "num_experts_per_tok": 2, "hidden_size": 512, "moe_intermediate_size": 384, "head_dim": 128,
+        "num_hidden_layers": 1,
+    }  # fmt: skip
+    model = build("qwen3_moe", **sizes).bfloat16()
+    zero = {"offload_gradients": {"device": "nvme"}, "stage3_prefetch_bucket_size": 2_000_000}
+    config = configuration(tmp_path, model, tiled=True, dtype="bf16", zero=zero)
+    used: list[int] = []
+    experts = next(module for module in model.modules() if hasattr(module, "_apply_gate"))
+    experts.register_forward_pre_hook(lambda module, args: used.append(args[1].unique().numel()))
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        plan = engine.plan
+        cut = [layout for layout in plan.layouts if not plan.placement.units[layout.index].whole]
+        others = sum(layout.nbytes for layout in cut if not layout.routed)
+        (each,) = {layout.nbytes for layout in cut if layout.routed}
+        assert sum(layout.routed for layout in cut) == 64 and each == 2 * 3 * 512 * 384
+        for step in range(3):
+            engine.synchronize()
+            engine.store.settle()
+            begin = moved()
+            loss = engine(**batch(step, rows=1, tokens=8)).loss
+            middle = moved()
+            engine.backward(loss)
+            engine.store.settle()
+            end = moved()
+            chosen = used[-1] * each
+            assert 0 < used[-1] < 20
+            # What the step has left in memory is not read.
+            assert 0 < middle[0] - begin[0] <= 1.1 * chosen + others
+            assert end[0] - middle[0] <= 1.1 * chosen + others
+            assert end[1] - begin[1] <= 1.1 * chosen + 2 * others
+            engine.step()
+
+
+def test_a_checkpoint_and_an_export_are_those_of_whole_experts(tmp_path: Path) -> None:
+    model, ids = build("gpt_oss"), batch(0)["input_ids"]
+    engine, *_ = infinity.initialize(model=model, config=configuration(tmp_path, model, tiled=True))
+    with engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        engine.export(tmp_path / "export", dtype="fp32")
+        held, packed = digest(states(engine)), "model.layers.1.mlp.experts.gate_up_proj"
+        with infinity.read(model):
+            assert torch.equal(model.get_parameter(packed), infinity.state(model.get_parameter(packed)).master)
+        assert model.eval().generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 15)
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+        after = train(engine, 0, 2)
+        engine.close(keep_weights=True)
+    assert model.config._experts_implementation == "eager"
+    with torch.no_grad():
+        assert not torch.equal(model(input_ids=ids).logits, logits)
+    other = build("gpt_oss")
+    engine, *_ = infinity.initialize(model=other, config=configuration(tmp_path, other, tiled=False))
+    with engine:
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        assert digest(states(engine)) == held
+        with torch.no_grad():
+            assert torch.equal(other.eval()(input_ids=ids).logits, logits)
+        assert train(engine, 0, 2) == after
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", attn_implementation="eager")
+    loaded.set_experts_implementation("eager")
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(input_ids=ids).logits, logits)
+
+
+@pytest.mark.parametrize("case", ["frozen", "8 bits", "raises"])
+def test_other_ways_to_train(tmp_path: Path, case: str) -> None:
+    """Frozen experts, moments in 8 bits, and a forward that raised between two experts."""
+    found = []
+    for tiled in (False, True):
+        model = build("mixtral")
+        config = configuration(tmp_path, model, tiled=tiled)
+        if case == "frozen":
+            for name, param in model.named_parameters():
+                param.requires_grad_("experts" not in name)
+        if case == "8 bits":
+            config["optimizer"] = {"type": "AdamW8bit", "params": {"min_8bit_size": 1000}}
+        engine, *_ = infinity.initialize(model=model, config=config)
+        with engine:
+            losses = train(engine, 0, 2)
+            if case == "raises":
+                calls = iter(range(3))
+
+                def fails(module: nn.Module, args: Any, calls: Iterator[int] = calls) -> None:
+                    if next(calls) == 2:
+                        raise RuntimeError("the third expert")
+
+                hook = model.model.layers[1].mlp.experts.act_fn.register_forward_pre_hook(fails)
+                with pytest.raises(RuntimeError, match="the third expert"):
+                    engine(**batch(7))
+                hook.remove()
+            found.append((losses, train(engine, 0, 2), digest(states(engine))))
+    assert found[0] == found[1]
+
+
+def test_adapted_experts_stay_whole(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    model = peft.get_peft_model(build("mixtral"), peft.LoraConfig(r=4, target_parameters=parameters))
+    engine, *_ = infinity.initialize(model=model, config=configuration(tmp_path, build("mixtral"), tiled=True))
+    with engine:
+        assert not any(layout.routed for layout in engine.plan.layouts)
+        train(engine, 0, 1)
