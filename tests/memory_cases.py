@@ -92,13 +92,8 @@ def train(model_name: str, folder: str, steps: int, flags: Sequence[str]) -> Non
         },
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive, **bounds},
     }  # fmt: skip
-    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
-
-    torch.manual_seed(0)
     with infinity.Init(config=config):
-        # A packed weight is made whole: of the mixture's, the largest takes 0.8 GB in bf16.
-        made = MixtralConfig(**sizes, dtype="bfloat16") if bounds else LlamaConfig(**sizes)
-        model = AutoModelForCausalLM.from_config(made)
+        model = _model(sizes)
     try:
         engine, *_ = infinity.initialize(model=model, config=config)
     except CapacityError as refusal:
@@ -127,6 +122,17 @@ def train(model_name: str, folder: str, steps: int, flags: Sequence[str]) -> Non
         leave()
         print(json.dumps({**found, "sha256": _digest(model)}), flush=True)
     engine.close()
+
+
+def _model(sizes: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+    torch.manual_seed(0)
+    # A packed weight is made whole: of the mixture's, the largest takes 0.8 GB in bf16.
+    mixture = "num_local_experts" in sizes
+    return AutoModelForCausalLM.from_config(
+        MixtralConfig(**sizes, dtype="bfloat16") if mixture else LlamaConfig(**sizes)
+    )
 
 
 def _digest(model: torch.nn.Module) -> str:

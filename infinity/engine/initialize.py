@@ -47,7 +47,6 @@ from infinity.optim.factory import (
 )
 from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.plan.plan import Plan
-from infinity.plan.request import OptimizerSpec
 from infinity.plan.spec import dtype_name, hidden_matrices, module_tree
 from infinity.plan.types import Kind
 from infinity.zero.access import gathered, modify, read
@@ -99,11 +98,11 @@ def initialize(
         if init is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
-        chosen = trained.optimizer
-        loader = _loader(resolved, training_data, collate_fn, groups, device)
+        chosen, loader = trained.optimizer, _loader(resolved, training_data, collate_fn, groups, device)
         draw = None if loader is None else loader.example
         adopted, passed = find_run(resolved, groups) if chosen.trains else (None, [])
-        plan, inputs = preflight(resolved, model, trained.group_of(), device, groups, trained.spec, draw, adopted)
+        wanted = chosen.spec_of(model)
+        plan, inputs = preflight(resolved, model, trained.group_of(), device, groups, wanted, draw, adopted)
         agree_on_plan(plan, groups.stage, groups.world)
         liger = apply_liger(resolved.sections.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(inputs.limits, inputs.reserve.taken_nbytes, inputs.reserve.peak_nbytes(plan))
@@ -149,8 +148,6 @@ class _Trained:
 
     groups: list[dict[str, Any]]
     optimizer: Chosen
-    # What the plan has to know of it.
-    spec: OptimizerSpec
 
     def group_of(self) -> dict[int, int]:
         return {id(param): index for index, group in enumerate(self.groups) for param in group["params"]}
@@ -268,7 +265,7 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
             vars(each)["_opt_called"] = True
         found = from_torch(several[0]) if len(several) == 1 else from_several(several)
     elif (section := config.sections.optimizer) is None:
-        return _Trained([], none := no_optimizer(), none.spec_of(model))
+        return _Trained([], no_optimizer())
     else:
         params = section.params.model_dump()
         if isinstance(section, Adam):
@@ -279,7 +276,7 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
             found = muon_and_adamw(params, groups, _hidden(config, model))
         else:
             found = from_name(section.type, params)
-    trained = _Trained(found.groups or [dict(group) for group in groups], found, found.spec_of(model))
+    trained = _Trained(found.groups or [dict(group) for group in groups], found)
     trains = any(param.requires_grad for group in trained.groups for param in group["params"])
     if not trains and (chosen is not None or optimizer is not None):
         raise ConfigError("no parameter that is given to train requires a gradient")

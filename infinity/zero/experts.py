@@ -17,7 +17,7 @@ On a rank without a token for one of these, it computes with no rows.
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,10 +49,8 @@ class ExpertsDoor:
         ]
         if not modules:
             return
-        # Such modules are transformers' own.
-        importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS.register(
-            IMPLEMENTATION, experts_forward
-        )
+        # The classes of such modules have imported it.
+        sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
         for config in {id(module.config): module.config for module in modules}.values():
             self._before.append((config, getattr(config, _CHOICE)))
             setattr(config, _CHOICE, IMPLEMENTATION)
