@@ -27,7 +27,7 @@ from infinity.errors import StateError, TierMemoryError
 from infinity.memory.tiers.device import Device
 from infinity.plan.filling import in_process
 from tests.accelerator_matrix import TIGHT, PlainCase
-from tests.engine import test_muon
+from tests.engine import test_adamw8bit, test_experts, test_muon
 from tests.memory.test_pages import private_dirty_nbytes
 from tests.support import accelerator
 from tests.support.accelerator.process import AcceleratedProcess
@@ -519,6 +519,34 @@ def muon(folder: str, tiers: Sequence[str] = TIERS) -> None:
     assert len({both(act, tier) for tier in tiers}) == 1
 
 
+def coded(folder: str, tiers: Sequence[str] = TIERS) -> None:
+    """Moments in 8 bits, wherever they live; the maps of codes come to the device once."""
+
+    def act(tier: str) -> str:
+        config = settings(folder, param=tier, optimizer=tier, dtype="bf16", clip=CLIP, zero=TIGHT)
+        config["optimizer"] = {"type": "AdamW8bit", "params": {"lr": 1e-3, "min_8bit_size": 500}}
+        with infinity.initialize(model=PlainCase().model(), config=config)[0] as engine:
+            assert any(engine.plan.rule_of(group).block > 1 for group in engine.plan.sub_groups)
+            for number in range(3):
+                step(engine, number)
+            return test_adamw8bit.digest(test_adamw8bit.states(engine))
+
+    assert len({both(act, tier) for tier in tiers}) == 1
+
+
+def experts(folder: str, tiers: Sequence[str] = TIERS) -> None:
+    """Experts a few at a time: the next one's copy to the device is under way while one is computed with."""
+
+    def act(tier: str) -> str:
+        model = test_experts.build("qwen3_moe")
+        config = test_experts.configuration(folder, model, tiled=True, param=tier, optimizer=tier, clip=CLIP)
+        with infinity.initialize(model=model, config=config)[0] as engine:
+            test_experts.train(engine, 0, 2)
+            return test_experts.digest(test_experts.states(engine))
+
+    assert len({both(act, tier) for tier in tiers}) == 1
+
+
 ACTS: dict[str, tuple[Callable[..., None], type[Device]]] = {
     "fp16 that overflows": (fp16_overflows, SimulatedDevice),
     "activation checkpointing": (checkpointing, SimulatedDevice),
@@ -535,6 +563,9 @@ ACTS: dict[str, tuple[Callable[..., None], type[Device]]] = {
     "memory that runs out": (runs_out_of_memory, SimulatedDevice),
     "Muon": (muon, SimulatedDevice),
     "Muon in one memory": (muon, Unified),
+    "moments in 8 bits": (coded, SimulatedDevice),
+    "moments in 8 bits in one memory": (coded, Unified),
+    "experts": (experts, SimulatedDevice),
     "one memory": (one_memory, Unified),
     "pinning by allocation": (plain, Allocating),
 }
@@ -542,7 +573,7 @@ ACTS: dict[str, tuple[Callable[..., None], type[Device]]] = {
 
 SUITE = (
     "fp16 that overflows", "activation checkpointing", "checkpoints and exports", "access to values",
-    "a failure in backward", "memory that runs out", "pinning by allocation", "Muon",
+    "a failure in backward", "memory that runs out", "pinning by allocation", "Muon", "moments in 8 bits", "experts",
 )  # fmt: skip
 
 

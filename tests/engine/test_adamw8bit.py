@@ -165,7 +165,7 @@ def states(engine: Engine) -> dict[str, Tensor]:
     rules, found = engine.plan.request.rules, {}
     for name, param in engine.module.named_parameters():
         state = infinity.state(param)
-        kinds = [kind.value for kind in rules[state._param.rule].moments]
+        kinds = [kind.value for kind in rules[state._param.rule].moments if state.trainable]
         found |= {f"{name} {kind}": state.full(kind) for kind in ["master", *kinds]}
     return found
 
