@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, StateError
+from infinity.ops.codes import decoded, encoded
 from infinity.plan.types import BLOCK_NUMEL, CODED_MOMENTS, Key, Kind, Tier
 from infinity.step.norms import clip_factor
 from tests import tensor_matrix
 from tests.conftest import RankPools
 from tests.support.bnb import exact_root
-from tests.support.cells import covered
+from tests.support.cells import kept
 from tests.support.models import tiny_llama, token_batch
 from tests.support.oracle import join, settings
 
@@ -40,7 +42,9 @@ def configuration(folder: str | Path, params: dict[str, Any] | None = None, **op
 
 
 class Sizes(nn.Module):
-    """Parameters of 1,000, 4,096 and 8,192 + 77 elements, a block without a gradient, and an embedding."""
+    """Parameters of 1,000, 4,096 and 8,192 + 77 elements (two beside each other), a block without a gradient, and an
+    embedding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,11 +53,13 @@ class Sizes(nn.Module):
         self.small = nn.Parameter(0.1 * torch.randn(1000))
         self.even = nn.Linear(64, 64, bias=False)
         self.odd = nn.Parameter(0.1 * torch.randn(8192 + 77))
+        self.next = nn.Parameter(0.1 * torch.randn(4096 + 5))
         self.head = nn.Linear(40, 128)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         found = self.table(x).mean(1) + self.small.view(-1, 40).sum(0) * 0.01
         found = found + self.even(torch.tanh(self.odd[512 : 512 + 64]))[:40] * self.odd[8192:].mean()
+        found = found * self.next[-40:] + self.next[:40]
         return nn.functional.cross_entropy(self.head(torch.tanh(found)), y) + self.odd[:256].square().sum()
 
 
@@ -107,7 +113,7 @@ def test_a_model_in_fp32_is_stepped_as_bitsandbytes_steps_it(tmp_path: Path, giv
                         param.grad *= factor
                     theirs.step()
                 theirs.zero_grad()
-            assert check_states(model, expected, theirs) == (3 if given == "override" else 4)
+            assert check_states(model, expected, theirs) == (4 if given == "override" else 5)
             kept = optimizer.state[model.odd]
             assert sorted(kept) == ["absmax1", "absmax2", "state1", "state2", "step"] and kept["absmax1"].shape == (33,)
     finally:
@@ -192,7 +198,12 @@ def hashes(rank: int, world: int, folder: str, rows: list[dict[str, Any]]) -> li
 HOMES = [("gpu", "gpu"), ("cpu", "cpu"), ("nvme", "nvme"), ("gpu", "nvme")]
 
 
-@pytest.mark.parametrize(*covered(dtype=["fp32", "bf16", "fp16"], clip=[0.0, 0.05], accumulation=[1, 2]))
+CELLS = list(itertools.product(["fp32", "bf16", "fp16"], [0.0, 0.05], [1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "clip", "accumulation"), kept(CELLS, [("fp32", 0.0, 1), ("bf16", 0.05, 1), ("fp16", 0.0, 2)])
+)
 def test_placement_stage_ranks_and_time_change_no_bit(
     rank_pools: RankPools, tmp_path: Path, dtype: str, clip: float, accumulation: int
 ) -> None:
@@ -276,17 +287,21 @@ def test_checkpoints_load_at_other_ranks_and_stages_and_go_on(rank_pools: RankPo
     assert len(again) == 1
     # What the other run keeps in 32 bits is what the codes stand for, and the other way round.
     wide, _ = rank_pools[1].run(loaded, str(tmp_path), 1, {"optim_bits": 32}, "saved")[0]
-    for name, value in wide.items():
-        if name.endswith("exp_avg") and f"{name[:-7]}state1" in expected:
-            codes, scales = expected[f"{name[:-7]}state1"], expected[f"{name[:-7]}absmax1"]
-            assert value.any() and torch.equal(value.flatten()[::256] != 0, scales != 0) | codes.any()
+    names = [name.removesuffix("state1") for name in expected if name.endswith("state1")]
+    for name in names:
+        for which, kind in enumerate(("exp_avg", "exp_avg_sq")):
+            codes, scales = expected[f"{name}state{which + 1}"], expected[f"{name}absmax{which + 1}"]
+            assert torch.equal(wide[f"{name}{kind}"].flatten(), decoded(codes.flatten(), scales, which)), name
     rank_pools[1].run(saved, str(tmp_path), {"optim_bits": 32})
     narrow, _ = rank_pools[1].run(loaded, str(tmp_path), 1, {}, "saved")[0]
-    assert any(name.endswith("state2") and value.any() for name, value in narrow.items())
+    wide, _ = rank_pools[1].run(loaded, str(tmp_path), 1, {"optim_bits": 32}, "saved")[0]
+    for name in names:
+        codes, scales = encoded(wide[f"{name}exp_avg_sq"].flatten(), 1)
+        assert torch.equal(narrow[f"{name}state2"].flatten(), codes) and torch.equal(narrow[f"{name}absmax2"], scales)
 
 
 def test_nothing_is_cut_inside_a_block(tmp_path: Path) -> None:
-    zero = {"sub_group_size": 1000, "tile_parameters": 3000}
+    zero = {"sub_group_size": 1000, "tile_parameters": 2000}
     config = configuration(tmp_path, {"min_8bit_size": 4096}, param="nvme", optimizer="nvme", dtype="bf16", zero=zero)
     engine, *_ = infinity.initialize(model=Sizes(), config=config)
     with engine:
@@ -324,8 +339,11 @@ def test_states_are_read_and_assigned(tmp_path: Path) -> None:
             state.absmax1 = torch.zeros(13)
         held = {key: value.clone() for key, value in optimizer.state[param].items()}
         before, scales = state.exp_avg, state.absmax1
-        state.absmax1 = 2 * scales
-        assert torch.equal(state.exp_avg, 2 * before) and torch.equal(state.local("absmax1"), 2 * scales)
+        # Of a power of two each, so that products are exact.
+        factors = 2.0 ** torch.arange(12.0)
+        state.absmax1 = factors * scales
+        assert torch.equal(state.exp_avg, (before.view(12, 256) * factors[:, None]).view(96, 32))
+        assert torch.equal(state.local("absmax1"), factors * scales)
         optimizer.state[param].clear()
         assert not state.absmax2.any() and not state.state1.any() and not optimizer.state[param]
         # As bitsandbytes has them, with the values of all codes beside.
