@@ -47,6 +47,12 @@ class ExpertsDoor:
         modules: list[Any] = [
             module for module in model.modules() if tiles_of(module._parameters.get("down_proj")) is not None
         ]
+        for module in modules:
+            if module._is_expert_parallel:
+                raise ConfigError(
+                    f"{type(module).__name__}: transformers' expert parallelism divides the experts over ranks, and so "
+                    "does stage 3: load the model without it"
+                )
         if not modules:
             return
         # The classes of such modules have imported it.
@@ -54,12 +60,6 @@ class ExpertsDoor:
         for config in {id(module.config): module.config for module in modules}.values():
             self._before.append((config, getattr(config, _CHOICE)))
             setattr(config, _CHOICE, IMPLEMENTATION)
-        for module in modules:
-            if module._is_expert_parallel:
-                raise ConfigError(
-                    f"{type(module).__name__}: transformers' expert parallelism divides the experts over ranks, and so "
-                    "does stage 3: load the model without it"
-                )
 
     def close(self) -> None:
         """Put the old implementations back."""
