@@ -41,6 +41,8 @@ TILE_WORDS = 4096
 _PACKED = ("gate_up_proj", "up_proj", "down_proj")
 # Fewer elements are not worth a transfer: experts of less are cut several at a time.
 _EXPERTS_NUMEL_MIN = 1 << 19
+# A model has about so many units of experts at most, where there is room for several in one: each takes time to plan.
+_EXPERT_UNITS_MAX = 1 << 13
 # Class names of modules whose attribute `weight` may be cut.
 _CUT = ("Linear", "Embedding")
 
@@ -366,7 +368,7 @@ def find_units(root: ModuleNode, rules: UnitRules) -> ModelSpec:
     owners: dict[str, ModuleNode] = {}
     blocks: set[str] = set()
     experts = _experts(root, rules)
-    packed = {spec.name for specs in experts.values() for spec in specs}
+    packed = {spec.name for specs, _ in experts.values() for spec in specs}
     tiled = _tiled(root, rules) | packed
     below = _params_below(root)
 
@@ -420,7 +422,7 @@ def _has_blocks(node: ModuleNode, rules: UnitRules, below: Mapping[int, Mapping[
 
 def _assemble(
     root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str], rules: UnitRules,
-    experts: Mapping[str, Sequence[ParamSpec]],
+    experts: Mapping[str, tuple[Sequence[ParamSpec], int]],
 ) -> ModelSpec:  # fmt: skip
     """Group parameters by (owner, trainable, dtype, replica, rule); merge small left-overs into the root; find the
     modules that need each unit.
@@ -463,8 +465,8 @@ def _assemble(
                 rule=rule,
             )  # fmt: skip
         )
-    packed = {spec.name for specs in experts.values() for spec in specs}
-    units += [unit for path, each in experts.items() for unit in _units_of_experts(path, each, hooked, rules)]
+    packed = {spec.name for specs, _ in experts.values() for spec in specs}
+    units += [unit for path, (specs, each) in experts.items() for unit in _units_of_experts(path, specs, each, hooked)]
     units = _with_tiles(units, [spec for name, spec in tiled.items() if name not in packed], hooked, order, rules)
     begins = sorted((order[module], index) for index, unit in enumerate(units) for module in unit.modules)
     lookups = frozenset(position for position, (node, _) in enumerate(begins) if nodes[node].is_lookup)
@@ -510,9 +512,11 @@ def _with_tiles(
     return sorted([*units, *made], key=lambda unit: order[unit.modules[0]]) if made or routed else units
 
 
-def _experts(root: ModuleNode, rules: UnitRules) -> dict[str, list[ParamSpec]]:
-    """By path of a module, the packed weights of its experts, where these are too large to gather together."""
-    found: dict[str, list[ParamSpec]] = {}
+def _experts(root: ModuleNode, rules: UnitRules) -> dict[str, tuple[list[ParamSpec], int]]:
+    """By path of a module, the packed weights of its experts, where these are too large to gather together, and how
+    many experts are a unit.
+    """
+    large: dict[str, list[ParamSpec]] = {}
     for node in root.walk() if rules.whole_numel_max < 2**62 else ():
         specs = [node.params[name] for name in _PACKED if name in node.params]
         # One kind of unit, which no other module needs, cut along another dimension if at all.
@@ -520,33 +524,41 @@ def _experts(root: ModuleNode, rules: UnitRules) -> dict[str, list[ParamSpec]]:
         alone = not any(spec.tied or (spec.shard is not None and spec.shard.dim == 0) for spec in specs)
         if not node.packed or node.shared or len(kinds) != 1 or len(specs[0].shape) != 3 or not alone:
             continue
-        large = sum(spec.numel for spec in specs) > rules.whole_numel_max
-        if large and _experts_of_unit(specs, rules) < specs[0].shape[0]:
-            found[node.path] = specs
-    return found
+        if sum(spec.numel for spec in specs) > rules.whole_numel_max:
+            large[node.path] = specs
+    least = -(-sum(specs[0].shape[0] for specs in large.values()) // _EXPERT_UNITS_MAX)
+    found = {path: (specs, _experts_of_unit(specs, rules, least)) for path, specs in large.items()}
+    return {path: (specs, each) for path, (specs, each) in found.items() if each < specs[0].shape[0]}
 
 
-def _experts_of_unit(specs: Sequence[ParamSpec], rules: UnitRules) -> int:
-    """How many experts with these packed weights are a unit: as many as a transfer is worth, one at the least."""
+def _experts_of_unit(specs: Sequence[ParamSpec], rules: UnitRules, least: int) -> int:
+    """How many experts with these packed weights are a unit: as many as a transfer is worth, and `least`, as far as a
+    tile has room for them.
+    """
     inner = [math.prod(spec.shape[1:]) for spec in specs]
-    wanted = min(-(-_EXPERTS_NUMEL_MIN // sum(inner)), max(rules.tile_numel_max // sum(inner), 1))
+    wanted = min(max(-(-_EXPERTS_NUMEL_MIN // sum(inner)), least), max(rules.tile_numel_max // sum(inner), 1))
     # No block of elements of any of the weights is cut.
     block = rules.updates[specs[0].rule].block if specs[0].trainable else 1
     return align_up(wanted, math.lcm(*(block // math.gcd(each, block) for each in inner)))
 
 
 def _units_of_experts(
-    path: str, specs: Sequence[ParamSpec], hooked: dict[str, list[tuple[str, bool]]], rules: UnitRules
+    path: str, specs: Sequence[ParamSpec], each: int, hooked: dict[str, list[tuple[str, bool]]]
 ) -> Iterator[UnitSpec]:
-    """The units of a module's experts."""
+    """The units of a module's experts, `each` of them in one."""
     count, first = specs[0].shape[0], specs[0]
     modules = tuple(dict.fromkeys(point for spec in specs for point, _ in hooked[spec.name]))
-    for begin in range(0, count, _experts_of_unit(specs, rules)):
-        end = min(begin + _experts_of_unit(specs, rules), count)
+    inner = [math.prod(spec.shape[1:]) for spec in specs]
+    for begin in range(0, count, each):
+        end = min(begin + each, count)
+        # `replace` is slow, and there may be tens of thousands.
         pieces = tuple(
-            replace(spec, start=begin * inner, tile_numel=(end - begin) * inner)
-            for spec, inner in zip(specs, (math.prod(spec.shape[1:]) for spec in specs), strict=True)
-        )
+            ParamSpec(
+                spec.name, spec.shape, spec.dtype, spec.group, spec.tied, begin * numel, (end - begin) * numel,
+                spec.shard, spec.replica, spec.rule,
+            )
+            for spec, numel in zip(specs, inner, strict=True)
+        )  # fmt: skip
         which = f"expert {begin + 1}" if end == begin + 1 else f"experts {begin + 1} to {end}"
         name = f"{path}, {which} of {count}" + ("" if first.trainable else " (frozen)")
         yield UnitSpec(name, modules, first.dtype, first.trainable, pieces, first.replica, first.rule, routed=True)

@@ -47,7 +47,7 @@ SMALL_GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_posi
 def with_parameters(node: ModuleNode) -> ModuleNode:
     """The tree without the modules that hold no parameter."""
     children = {name: with_parameters(child) for name, child in node.children.items() if child.all_params()}
-    return ModuleNode(node.path, node.class_name, node.params, children)
+    return ModuleNode(node.path, node.class_name, node.params, children, packed=node.packed)
 
 
 def real_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
