@@ -42,7 +42,7 @@ _PACKED = ("gate_up_proj", "up_proj", "down_proj")
 # Fewer elements are not worth a transfer: experts of less are cut several at a time.
 _EXPERTS_NUMEL_MIN = 1 << 19
 # A model has about so many units of experts at most, where there is room for several in one: each takes time to plan.
-_EXPERT_UNITS_MAX = 1 << 13
+_EXPERT_UNITS_MAX = 1 << 12
 # Class names of modules whose attribute `weight` may be cut.
 _CUT = ("Linear", "Embedding")
 
