@@ -26,7 +26,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from support.machine import describe, median
+from support.machine import describe, io_nbytes, median
 from support.table import Table
 
 RUNS = ("AdamW8bit", "AdamW")
@@ -63,13 +63,13 @@ def child(run: str, million: int, folder: str, steps: int) -> None:
     engine = infinity.initialize(model=model, config=config)[0]
     x, seconds, moved = torch.randn(1, SIDE).bfloat16(), [], []
     for _ in range(steps):
-        before, began = sum(_moved()), time.perf_counter()
+        before, began = sum(io_nbytes()), time.perf_counter()
         engine.backward(engine(x).float().square().mean())
         engine.step()
         engine.synchronize()
         engine.store.settle()
         seconds.append(time.perf_counter() - began)
-        moved.append((sum(_moved()) - before) / engine.plan.numel)
+        moved.append((sum(io_nbytes()) - before) / engine.plan.numel)
     engine.close()
     print(json.dumps([seconds[1:], median(moved[1:])]))
 
@@ -90,12 +90,6 @@ def limited(rate: float, folder: str) -> Iterator[list[str]]:
         yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
     finally:
         group.rmdir()
-
-
-def _moved() -> Iterator[int]:
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith(("read_bytes", "write_bytes")):
-            yield int(line.split()[1])
 
 
 def held_out(run: str, steps: int, folder: str) -> float:

@@ -17,11 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from support.machine import describe, median
+from support.machine import describe, io_nbytes, median
 from support.table import Table
 
 RUNS = ("Muon", "SGD", "torch")
@@ -73,22 +72,16 @@ def child(run: str, side: int, million: int, folder: str, steps: int) -> None:
     engine = infinity.initialize(model=model, config=config)[0]
     x, seconds, moved = torch.randn(1, side).bfloat16(), [], []
     for _ in range(steps):
-        before = sum(_moved())
+        before = sum(io_nbytes())
         engine.backward(engine(x).float().square().mean())
         began = time.perf_counter()
         engine.step()
         engine.synchronize()
         engine.store.settle()
         seconds.append(time.perf_counter() - began)
-        moved.append((sum(_moved()) - before) / engine.plan.numel)
+        moved.append((sum(io_nbytes()) - before) / engine.plan.numel)
     engine.close()
     print(json.dumps([seconds[1:], median(moved[1:])]))
-
-
-def _moved() -> Iterator[int]:
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith(("read_bytes", "write_bytes")):
-            yield int(line.split()[1])
 
 
 def main() -> None:

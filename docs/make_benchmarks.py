@@ -29,8 +29,8 @@ PLOTS = ROOT / "docs" / "pictures" / "benchmarks"
 CHAPTERS = {
     "Speed": (
         "adam", "drive", "step", "training", "deepspeed", "pipeline_peers", "overlap", "hooks", "tensor_functions",
-        "pipeline_executor", "units", "startup", "predict", "muon",
-        "adamw8bit", "experts",
+        "pipeline_executor", "units", "startup", "predict", "muon", "adamw8bit",
+        "experts",
     ),
     "Memory": (
         "resident", "memory_cases", "memory_floor", "memory_phases", "activations", "activation_offload", "tiling",

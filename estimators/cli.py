@@ -133,7 +133,8 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         advice, lead = _advised(wish, args.optimizer) if args.fit else (Advice([search(wish)], lasting=True), "")
         choice = advice.best
         _save(choice, args.save, found=choice.estimate.fits)
-        ways = [] if choice.estimate.fits else ways_out(wish, choice)
+        tried = bool(args.fit) and args.optimizer is None
+        ways = [] if choice.estimate.fits else ways_out(wish, choice, with_8_bits=not tried)
         text = lead + (advised(advice, ways) if args.fit else chosen(choice, ways))
         found = {**_choice(choice), "ways_out": {words: _choice(way) for words, way in ways}} if args.json else None
         return text, found, choice.estimate, choice.estimate.fits

@@ -307,9 +307,10 @@ def search(wish: Wish) -> Choice:
     return min(others, key=lambda choice: choice.lacking)
 
 
-def ways_out(wish: Wish, found: Choice) -> list[tuple[str, Choice]]:
+def ways_out(wish: Wish, found: Choice, *, with_8_bits: bool = True) -> list[tuple[str, Choice]]:
     """What would fit where nothing does as asked, each in words: gradients in the dtype that is computed in, where
-    several micro-batches add up in fp32; moments in 8 bits; and adapters, whose base has neither gradients nor states.
+    several micro-batches add up in fp32; moments in 8 bits, unless they were tried before; and adapters, whose base has
+    neither gradients nor states.
     """
     model, request, ways = described(wish.model), found.estimate.plan.request, list[tuple[str, Choice]]()
     if request.grad_dtype != request.compute_dtype:
@@ -321,7 +322,7 @@ def ways_out(wish: Wish, found: Choice) -> list[tuple[str, Choice]]:
             dtype = request.compute_dtype
             words = f'gradients that add up in {dtype} (data_types.grad_accum_dtype = "{dtype}")'
             ways.append((words, min(fits, key=lambda choice: choice.seconds)))
-    if wish.optimizer == "AdamW":
+    if with_8_bits and wish.optimizer == "AdamW":
         with suppress(ConfigError):
             choice = search(replace(wish, optimizer="AdamW8bit"))
             if choice.estimate.fits:

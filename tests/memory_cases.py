@@ -80,9 +80,8 @@ def train(model_name: str, folder: str, steps: int, flags: Sequence[str]) -> Non
     told = [int(flag.removeprefix("told:")) for flag in flags if flag.startswith("told:")]
     gradients = {"data_types": {"grad_accum_dtype": "bf16"}} if "fp32" in flags else {}
     drive = {"device": "none"} if "memory" in flags else {"device": "nvme", "nvme_path": folder}
-    sizes = {**_COMMON, **MODELS[model_name]}
     # Experts a few at a time, with and without a limit.
-    bounds = {"stage3_max_live_parameters": 100_000_000} if "num_local_experts" in sizes else {}
+    bounds = {"stage3_max_live_parameters": 100_000_000} if _is_mixture(model_name) else {}
     config = {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": "fp32" not in flags},
         "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, **gradients,
@@ -93,7 +92,7 @@ def train(model_name: str, folder: str, steps: int, flags: Sequence[str]) -> Non
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive, **bounds},
     }  # fmt: skip
     with infinity.Init(config=config):
-        model = _model(sizes)
+        model = _model(model_name)
     try:
         engine, *_ = infinity.initialize(model=model, config=config)
     except CapacityError as refusal:
@@ -124,14 +123,18 @@ def train(model_name: str, folder: str, steps: int, flags: Sequence[str]) -> Non
     engine.close()
 
 
-def _model(sizes: dict[str, Any]) -> Any:
+def _is_mixture(model: str) -> bool:
+    return "num_local_experts" in MODELS[model]
+
+
+def _model(name: str) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
     torch.manual_seed(0)
     # A packed weight is made whole: of the mixture's, the largest takes 0.8 GB in bf16.
-    mixture = "num_local_experts" in sizes
+    sizes = {**_COMMON, **MODELS[name]}
     return AutoModelForCausalLM.from_config(
-        MixtralConfig(**sizes, dtype="bfloat16") if mixture else LlamaConfig(**sizes)
+        MixtralConfig(**sizes, dtype="bfloat16") if _is_mixture(name) else LlamaConfig(**sizes)
     )
 
 
@@ -164,7 +167,7 @@ def run_case(
     limit = None if gib is None else int(gib * 2**30)
     program = [sys.executable, "-m", "tests.memory_cases", "case", model, folder, str(steps), *flags]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if "num_local_experts" in MODELS[model]:
+    if _is_mixture(model):
         # oneDNN keeps what it has compiled for a shape, and experts have another number of tokens each time: 20 MB a
         # step, up to 1,024 shapes. See docs/tiling.md.
         env |= {"LRU_CACHE_CAPACITY": "8", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}

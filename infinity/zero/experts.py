@@ -117,7 +117,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         for first, second in zip(up.tiles, down.tiles, strict=True)
     ]
     used = coordinator.on_any_rank(hit)
-    for run in _Runs(coordinator, [group for group in groups if any(used[group.start : group.stop])], groups):
+    some = [at for at, group in enumerate(groups) if any(used[group.start : group.stop])]
+    for run in _Runs(coordinator, groups, some):
         experts = [at for at in range(run.group.start, run.group.stop) if used[at]]
         rows = [*chosen(experts)]
         states = run.enter([hidden_states[token] for _, token, _ in rows])
@@ -150,13 +151,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool)
 
 
 class _Run:
-    """The use of one group's unit in a call, from its gather to its release, and again in backward."""
+    """The use of one group's unit in a call, the `at`th, from its gather to its release, and again in backward."""
 
     def __init__(self, runs: _Runs, at: int) -> None:
-        self.group = runs.used[at]
+        self.group = runs.groups[runs.used[at]]
         self._runs = runs
         self._at = at
-        near = [runs.used[other].unit if 0 <= other < len(runs.used) else None for other in (at - 1, at + 1)]
+        places = [runs.used[other] if 0 <= other < len(runs.used) else None for other in (at - 1, at + 1)]
+        near = [None if place is None else runs.groups[place].unit for place in places]
         self._scope = runs.coordinator.open_scope([self.group.unit], before=near[0], after=near[1])
 
     def enter(self, states: list[Tensor]) -> list[Tensor]:
@@ -183,18 +185,18 @@ class _Run:
 
 
 class _Runs:
-    """The groups of one call that are used, in order. groups: all of the module's."""
+    """The groups of one call that are used, in order. groups: all of the module's; used: the places of these."""
 
-    def __init__(self, coordinator: Coordinator, used: Sequence[_Group], groups: Sequence[_Group]) -> None:
+    def __init__(self, coordinator: Coordinator, groups: Sequence[_Group], used: Sequence[int]) -> None:
         self.coordinator = coordinator
+        self.groups = groups
         self.used = used
-        self._groups = groups
 
     def __iter__(self) -> Iterator[_Run]:
         return (_Run(self, at) for at in range(len(self.used)))
 
     def skipped(self, at: int) -> list[Unit]:
         """The units between those of use number `at` and of the one before it, which nobody uses: the last first."""
-        begin = self.used[at - 1].stop if at else 0
-        end = self.used[at].start if at < len(self.used) else self._groups[-1].stop
-        return [group.unit for group in reversed(self._groups) if begin <= group.start and group.stop <= end]
+        begin = self.used[at - 1] + 1 if at else 0
+        end = self.used[at] if at < len(self.used) else len(self.groups)
+        return [group.unit for group in reversed(self.groups[begin:end])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.conftest import RankPools
 from tests.support.bnb import exact_root
 from tests.support.cells import kept
 from tests.support.models import tiny_llama, token_batch
-from tests.support.oracle import join, settings
+from tests.support.oracle import digest, join, settings
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -174,10 +173,6 @@ def states(engine: Engine) -> dict[str, Tensor]:
         kinds = [kind.value for kind in rules[state._param.rule].moments if state.trainable]
         found |= {f"{name} {kind}": state.full(kind) for kind in ["master", *kinds]}
     return found
-
-
-def digest(values: dict[str, Tensor]) -> str:
-    return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in values.values())).hexdigest()
 
 
 def hashes(rank: int, world: int, folder: str, rows: list[dict[str, Any]]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from infinity.engine import Engine
 from infinity.plan.types import Kind, Tier
 from tests.conftest import RankPools
 from tests.support.cells import covered
-from tests.support.oracle import join, settings
+from tests.support.oracle import digest, io_nbytes, join, settings
 
 VOCABULARY = 128
 COMMON = {
@@ -101,10 +100,6 @@ def states(engine: Engine) -> dict[str, Tensor]:
     return found
 
 
-def digest(values: dict[str, Tensor]) -> str:
-    return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in values.values())).hexdigest()
-
-
 def run(
     rank: int, world: int, folder: str, family: str, rows: list[dict[str, Any]]
 ) -> list[tuple[list[float], str]]:  # fmt: skip
@@ -149,12 +144,6 @@ def test_experts_a_few_at_a_time_have_the_bits_of_whole_ones(
             assert len({str(losses) for losses, _ in found}) == len({held for _, held in found}) == 1, found
 
 
-def moved() -> tuple[int, int]:
-    """Bytes that this process has read from drives and written to them."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"]), int(lines["write_bytes"])
-
-
 def test_only_what_is_chosen_is_read_and_has_a_gradient_written(tmp_path: Path) -> None:
     """64 experts of 1.2 MB in bf16, 2 for each of 8 tokens: read once in forward, and at most once in backward."""
     sizes = {
@@ -177,12 +166,12 @@ def test_only_what_is_chosen_is_read_and_has_a_gradient_written(tmp_path: Path) 
         for step in range(3):
             engine.synchronize()
             engine.store.settle()
-            begin = moved()
+            begin = io_nbytes()
             loss = engine(**batch(step, rows=1, tokens=8)).loss
-            middle = moved()
+            middle = io_nbytes()
             engine.backward(loss)
             engine.store.settle()
-            end = moved()
+            end = io_nbytes()
             chosen = used[-1] * each
             assert 0 < used[-1] < 20
             # What the step has left in memory is not read.

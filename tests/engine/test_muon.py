@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from tests import tensor_matrix
 from tests.conftest import RankPools
 from tests.support.cells import covered
 from tests.support.models import tiny_llama, token_batch
-from tests.support.oracle import join, settings
+from tests.support.oracle import digest, join, settings
 
 # Rates as a run has them: the iteration amplifies what rounding flips in directions that a gradient hardly has.
 RATE = 1e-3
@@ -69,10 +68,6 @@ def states(engine: Engine) -> dict[str, Tensor]:
         kinds = ["momentum_buffer"] if muon.get(id(param)) else ["exp_avg", "exp_avg_sq"] if param.requires_grad else []
         found |= {f"{name} {kind}": getattr(infinity.state(param), kind) for kind in ["master", *kinds]}
     return found
-
-
-def digest(values: dict[str, Tensor]) -> str:
-    return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in values.values())).hexdigest()
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -51,6 +51,18 @@ def test_what_does_not_fit_is_named_with_what_would_fit(capsys, options, said, t
         assert words in text
 
 
+def test_moments_in_8_bits_are_advised_only_where_no_optimizer_is_asked_for(capsys, tmp_path):
+    file = tmp_path / "found.json"
+    machine = ["--gpu", "3GB", "--ram", "8.9GB", "--sequence", "512"]
+    assert main(["qwen2.5-0.5b", "--fit", *machine, "--save", str(file)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "With AdamW nothing fits here. With moments in 8 bits" in text and "It fits." in text
+    assert json.loads(file.read_text())["optimizer"]["type"] == "AdamW8bit"
+    assert main(["qwen2.5-0.5b", "--fit", *machine, "--optimizer", "AdamW"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "With AdamW nothing fits here" not in text and "8 bits (--optimizer AdamW8bit)" in text
+
+
 def test_a_search_takes_another_optimizer(tmp_path):
     held = {}
     for kind, kept in (("AdamW", 8), ("AdamW8bit", 2.03125), ("Lion", 4)):

@@ -19,6 +19,7 @@ from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.types import Kind, PartitionSpec, Tier, Topology
 from tests.support.cells import kept
+from tests.support.oracle import io_nbytes
 
 WIDTH, LAYERS = 512, 12
 WARM_STEPS, STEPS = 4, 4
@@ -56,12 +57,6 @@ def configuration(param: str, states: str, dtype: str, folder: Path, *, batches:
             "offload_optimizer": {**device(states), "buffer_count": buffers}, "offload_gradients": device(grads),
         },
     }  # fmt: skip
-
-
-def io_nbytes() -> list[int]:
-    """Read from and written to drives by this process."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return [int(counts[name]) for name in ("read_bytes", "write_bytes")]
 
 
 def moved(config: dict[str, object], *, batches: int = 1) -> tuple[Plan, list[float]]:  # fmt: skip

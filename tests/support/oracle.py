@@ -333,6 +333,17 @@ def _apart(value: Tensor, other: Tensor) -> float:
     return float((value - other).abs().max().nan_to_num(math.inf)) if value.numel() else 0.0
 
 
+def digest(values: dict[str, Tensor]) -> str:
+    """One hash of the bits of many tensors, in their order."""
+    return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in values.values())).hexdigest()
+
+
+def io_nbytes() -> tuple[int, int]:
+    """Bytes that this process has had read from drives and written to them, by the kernel's count."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
 def swap_files(nvme: Path | str) -> list[Path]:
     """Return the engines' files in a folder that need not exist."""
     folder = Path(nvme)
