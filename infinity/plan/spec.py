@@ -309,8 +309,9 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
         params = {name: spec_of(param) for name, param in current._parameters.items() if param is not None}
         packed = is_packed(current) and not adapted
         node = nodes[id(current)] = ModuleNode(path, type(current).__name__, params, packed=packed)
-        # peft's adapters of a parameter compute with all of it.
-        adapted = adapted or (hasattr(current, "parameter_name") and "base_layer" in current._modules)
+        # Adapters of a parameter compute with all of it, where peft does not give their factors.
+        wraps = hasattr(current, "parameter_name") and "base_layer" in current._modules
+        adapted = adapted or (wraps and not hasattr(current, "get_delta_factors"))
         if current.__dict__.get(LEAF_MARK, False):
             node.mark_leaf()
         for name, child in current._modules.items():

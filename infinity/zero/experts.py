@@ -11,6 +11,9 @@ contributions to a token added up in the experts' order, and the gradients of th
 bits are those of eager with gathered weights. The packed weights have gradients as a whole (zero for an expert without
 a token), as in torch: see `Gradients.settle`.
 
+peft's adapters of a packed weight (`target_parameters`) would add their product to all of it. Here an expert's own
+factors are applied to its rows, as those of a linear layer are: the same sum, but for rounding.
+
 Ranks that gather together must go through the same units: once a call they agree on the experts that one of them uses.
 On a rank without a token for one of these, it computes with no rows.
 """
@@ -18,8 +21,10 @@ On a rank without a token for one of these, it computes with no rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +41,12 @@ from infinity.zero.unit import Unit
 IMPLEMENTATION = "infinity"
 # Where a configuration of transformers names it.
 _CHOICE = "_experts_implementation"
+# What peft calls around the module that it adapts.
+_ACTIVATE = "_activate_lora"
+# Of a module of experts, while it runs with adapters: by name of a packed weight, the `_Factors` of each adapter.
+_ADAPTERS = "_infinity_adapters"
+# By expert what its rows are multiplied by, first and then; the scale of that.
+_Factors = tuple[Sequence[Tensor], Sequence[Tensor], float]
 
 
 class ExpertsDoor:
@@ -44,6 +55,8 @@ class ExpertsDoor:
     def __init__(self, model: nn.Module) -> None:
         # Configurations with the implementation that they had before.
         self._before: list[tuple[Any, Any]] = []
+        # Adapters of packed weights that run here.
+        self._adapters: list[Any] = []
         modules: list[Any] = [
             module for module in model.modules() if tiles_of(module._parameters.get("down_proj")) is not None
         ]
@@ -60,12 +73,41 @@ class ExpertsDoor:
         for config in {id(module.config): module.config for module in modules}.values():
             self._before.append((config, getattr(config, _CHOICE)))
             setattr(config, _CHOICE, IMPLEMENTATION)
+        adapter: Any
+        for adapter in model.modules():
+            name = getattr(adapter, "parameter_name", None)
+            if name is not None and hasattr(adapter, "get_base_layer"):
+                experts = adapter.get_base_layer()
+                if tiles_of(experts._parameters.get(name)) is not None:
+                    setattr(adapter, _ACTIVATE, partial(_activated, adapter, experts))
+                    self._adapters.append(adapter)
 
     def close(self) -> None:
         """Put the old implementations back."""
         for config, before in self._before:
             setattr(config, _CHOICE, before)
+        for adapter in self._adapters:
+            delattr(adapter, _ACTIVATE)
         self._before.clear()
+        self._adapters.clear()
+
+
+@contextmanager
+def _activated(adapter: Any, experts: nn.Module, active: Sequence[str]) -> Iterator[None]:
+    """What peft's adapter of a packed weight does around its module: here that knows the factors meanwhile."""
+    found: list[_Factors] = []
+    for name in active:
+        if name in adapter.lora_A:
+            # Their product has the shape of the packed weight.
+            left, right, scale = adapter.get_delta_factors(name)
+            left, right = (left, right) if experts.is_transposed else (right.mT, left.mT)
+            found.append((left.unbind(0), right.unbind(0), scale))
+    adapters = experts.__dict__.setdefault(_ADAPTERS, {})
+    adapters[adapter.parameter_name] = found
+    try:
+        yield
+    finally:
+        del adapters[adapter.parameter_name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +150,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         # Of another module of the same configuration, which is gathered whole.
         weights = (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj)
         for expert, token, place in chosen([at for at, is_hit in enumerate(hit) if is_hit]):
-            out = _expert(module, hidden_states[token], weights[0][expert], weights[1][expert], expert)
+            out = _expert(module, hidden_states[token], weights[0][expert], weights[1][expert], expert, {})
             final.index_add_(0, token, (out * top_k_weights[token, place, None]).to(final.dtype))
         return final
     coordinator = up.coordinator
@@ -117,6 +159,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         for first, second in zip(up.tiles, down.tiles, strict=True)
     ]
     used = coordinator.on_any_rank(hit)
+    adapters = module.__dict__.get(_ADAPTERS, {})
     some = [at for at, group in enumerate(groups) if any(used[group.start : group.stop])]
     for run in _Runs(coordinator, groups, some):
         experts = [at for at in range(run.group.start, run.group.stop) if used[at]]
@@ -124,7 +167,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         states = run.enter([hidden_states[token] for _, token, _ in rows])
         weights_up, weights_down = run.group.weights()
         outs = [
-            _expert(module, state, weights_up[at - run.group.start], weights_down[at - run.group.start], at)
+            _expert(module, state, weights_up[at - run.group.start], weights_down[at - run.group.start], at, adapters)
             for (at, _, _), state in zip(rows, states, strict=True)
         ]
         run.leave(outs)
@@ -134,20 +177,24 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     return final
 
 
-def _expert(module: Any, state: Tensor, up: Tensor, down: Tensor, expert: int) -> Tensor:
+def _expert(
+    module: Any, state: Tensor, up: Tensor, down: Tensor, expert: int, adapters: Mapping[str, Sequence[_Factors]]
+) -> Tensor:  # fmt: skip
     """One expert's output for its rows, in the operations of eager forwards."""
-    name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
-    biases = (getattr(module, name)[expert], module.down_proj_bias[expert]) if module.has_bias else (None, None)
-    inner = _linear(state, up, biases[0], transposed=module.is_transposed)
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    out = _linear(inner, down, biases[1], transposed=module.is_transposed)
+
+    def linear(x: Tensor, weight: Tensor, name: str) -> Tensor:
+        bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+        if not module.is_transposed:
+            out = F.linear(x, weight, bias)
+        else:
+            out = x @ weight if bias is None else x @ weight + bias
+        for left, right, scale in adapters.get(name, ()):
+            out = out + scale * (x @ left[expert] @ right[expert])
+        return out
+
+    inner = linear(state, up, "gate_up_proj" if module.has_gate else "up_proj")
+    out = linear(module._apply_gate(inner) if module.has_gate else module.act_fn(inner), down, "down_proj")
     return module.post_expert_norm(out) if module.has_post_expert_norm else out
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
-    if not transposed:
-        return F.linear(x, weight, bias)
-    return x @ weight if bias is None else x @ weight + bias
 
 
 class _Run:

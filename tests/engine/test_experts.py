@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -243,11 +244,69 @@ def test_other_ways_to_train(tmp_path: Path, case: str) -> None:
     assert found[0] == found[1]
 
 
-def test_adapted_experts_stay_whole(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    parameters = ["experts.gate_up_proj", "experts.down_proj"]
-    model = peft.get_peft_model(build("mixtral"), peft.LoraConfig(r=4, target_parameters=parameters))
-    engine, *_ = infinity.initialize(model=model, config=configuration(tmp_path, build("mixtral"), tiled=True))
-    with engine:
-        assert not any(layout.routed for layout in engine.plan.layouts)
-        train(engine, 0, 1)
+def adapted(
+    rank: int, world: int, folder: str, family: str, packed: list[str], rows: list[dict[str, Any]]
+) -> list[tuple[list[float], Tensor]]:  # fmt: skip
+    """Losses of each row's run, the last without adapters, and what is trained."""
+    import peft
+
+    join(world)
+    found = []
+    for row in rows:
+        checkpointed, old = row.pop("checkpointed", None), row.pop("old", False)
+        targets = {"target_parameters": [f"experts.{name}" for name in packed], "target_modules": ["q_proj"]}
+        model = peft.get_peft_model(build(family), peft.LoraConfig(r=4, lora_alpha=16, **targets))
+        torch.manual_seed(1)
+        for name, param in model.named_parameters():
+            if "lora" in name:
+                nn.init.normal_(param, std=0.05)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointed == "reentrant"})
+            model.enable_input_require_grads()
+        with pytest.MonkeyPatch.context() as patch:
+            if old:
+                patch.delattr(peft.tuners.lora.layer.ParamWrapper, "get_delta_factors")
+                patch.setattr(peft.tuners.lora.layer.ParamWrapper, "_activate_lora", _as_before(peft))
+            engine, *_ = infinity.initialize(model=model, config=configuration(folder, build(family), **row))
+            with engine:
+                assert any(layout.routed for layout in engine.plan.layouts) is (row["tiled"] and not old)
+                losses = train(engine, rank, 3)
+                with model.disable_adapter(), torch.no_grad():
+                    losses.append(engine(**batch(9)).loss.item())
+                held = [infinity.state(param).master.flatten() for param in model.parameters() if param.requires_grad]
+                found.append((losses, torch.cat(held)))
+        assert not [module for module in model.modules() if "_activate_lora" in vars(module)]
+    return found
+
+
+def _as_before(peft: Any) -> Any:
+    """`_activate_lora` of a peft that knows no factors."""
+    @contextmanager
+    def activate(self: Any, active: list[str]) -> Iterator[None]:
+        proxy = peft.tuners.lora.layer._LoraParameterProxy(self.get_delta_weight(active[0]))
+        nn.utils.parametrize.register_parametrization(self.get_base_layer(), self.parameter_name, proxy)
+        try:
+            yield
+        finally:
+            self._remove_parametrizations()
+
+    return activate
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "packed"),
+    [("mixtral", 2, ["gate_up_proj", "down_proj"]), ("gpt_oss", 1, ["down_proj"])],
+)
+def test_adapters_of_packed_experts_train_a_few_experts_at_a_time(
+    rank_pools: RankPools, tmp_path: Path, family: str, world: int, packed: list[str]
+) -> None:
+    """As peft trains whole ones, whose weights it adds the adapters' product to."""
+    pytest.importorskip("peft")
+    rows: list[dict[str, Any]] = [
+        {"tiled": False}, {"tiled": True}, {"tiled": True, "old": True},
+        {"tiled": True, "checkpointed": "plain"}, {"tiled": True, "checkpointed": "reentrant"},
+    ]  # fmt: skip
+    for (losses, held), *others in rank_pools[world].run(adapted, str(tmp_path), family, packed, rows):
+        for other_losses, other_held in others:
+            assert other_losses == pytest.approx(losses, abs=1e-6)
+            assert float((other_held - held).abs().max()) <= 1e-6
