@@ -358,8 +358,7 @@ def _matrix_operations(plan: Plan) -> float:
     for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
         if layout.trainable and plan.request.rules[layout.rule].matrices:
             ranks = placed.parts * (plan.topology.tp if layout.is_cut else 1)
-            for slot in layout.slots:
-                short, long = min(slot.whole_shape), max(slot.whole_shape)
+            for short, long in (sorted(shape) for slot in layout.slots for _, shape in slot.matrices()):
                 found += _MATRIX_STEPS * (4 * short**2 * long + 2 * short**3) / ranks
     return found
 

@@ -417,6 +417,15 @@ def _styles(value: Any) -> dict[str, str] | None:
     return {read(pattern): read(style) for pattern, style in value.items()}
 
 
+def _splits(value: Any) -> dict[str, int | tuple[int, ...]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(value)
+    read, number, rows = _text(), _whole(2), _tuple(_whole(1))
+    return {read(name): rows(each) if isinstance(each, (list, tuple)) else number(each) for name, each in value.items()}
+
+
 _Half = Literal["bf16", "fp16"]
 Half = Annotated[_Half, _one_of(_Half, _HALVES)]
 _Dtype = Literal["fp32", "fp16", "bf16"]
@@ -447,6 +456,10 @@ NsDtype = Annotated[_NsDtype, _one_of(_NsDtype)]
 OptimBits = Annotated[Literal[8, 32], _expected("8 or 32", _whole(8, 32))]
 _AdjustLr = Literal["original", "match_rms_adamw"]
 AdjustLr = Annotated[_AdjustLr, _one_of(_AdjustLr)]
+Splits = Annotated[
+    dict[str, int | tuple[int, ...]] | None,
+    _expected('an object such as {"gate_up_proj": 2, "qkv_proj": [2048, 512, 512]}', _splits),
+]
 NsSteps = Annotated[int, _expected("a whole number from 1 to 99", _whole(1, 99))]
 Coefficients = Annotated[
     tuple[float, float, float], _expected("three finite numbers", _tuple(lambda value: float(_number(value)), 3))

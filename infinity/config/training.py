@@ -32,6 +32,7 @@ from infinity.config.section import (
     Positive,
     Refused,
     Section,
+    Splits,
     Texts,
     Unusable,
     WarmupType,
@@ -476,6 +477,10 @@ class MuonParams(Section):
     adjust_lr_fn: AdjustLr | None = None
     """How the rate follows a matrix's shape: "original", sqrt(max(1, rows / columns)), which is also the default, or
     "match_rms_adamw", 0.2 sqrt(max(rows, columns))."""
+    split: Splits = None
+    """Ours. Packed weights to step as several matrices, by a module's or a parameter's name: a number of equal parts of
+    their rows, or the rows of each, such as {"gate_up_proj": 2, "qkv_proj": [2048, 512, 512]}; of stacked experts, of
+    each expert's. Absent: each is one matrix, as in torch."""
     betas: Betas = (0.9, 0.999)
     """AdamW's decay rates of the first and of the second moment."""
     adam_eps: Weight = 1e-8
@@ -489,7 +494,7 @@ class MuonParams(Section):
     ] = "standard"
     """Way of the iteration."""
     per_head_muon: Annotated[
-        Flag, Refused("a weight is stepped as the one matrix that it is", "Remove it, or give the heads weights")
+        Flag, Refused("heads have no rate of their own", 'Remove it; split steps a packed weight as several matrices')
     ] = False
     """Make the matrices of attention heads orthogonal one by one."""
 

@@ -48,7 +48,7 @@ from infinity.optim.factory import (
 from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name, hidden_matrices, module_tree
-from infinity.plan.types import Kind
+from infinity.plan.types import Kind, Topology
 from infinity.zero.access import gathered, modify, read
 from infinity.zero.compiled import unwrapped
 from infinity.zero.deferred_init import DeferredInit, merged_init
@@ -295,6 +295,7 @@ def _hidden(config: ResolvedConfig, model: nn.Module) -> frozenset[int]:
     found = hidden_matrices(
         module_tree(model, compute_dtype=config.compute_dtype),
         [name for name, param in named.items() if id(param) in heads],
+        stacks=Topology.of(config).tp == 1,
     )
     return frozenset(id(named[name]) for name in found)
 

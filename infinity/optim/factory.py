@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Chosen:
     # that it does not step, however large.
     numel_min: int = 0
     small: frozenset[int] = frozenset()
+    # See `OptimizerSpec`.
+    split: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
     # False of what `no_optimizer` returns.
     trains: bool = True
 
@@ -65,6 +67,7 @@ class Chosen:
             rule_of=tuple(map(self.rules.number, self.groups or ())) if self.rules.by_group else (),
             numel_min=self.numel_min,
             small=frozenset(name for name, param in model.named_parameters() if id(param) in self.small),
+            split=self.split,
         )  # fmt: skip
 
 
@@ -136,7 +139,7 @@ def adam_from_params(params: Mapping[str, Any], *, decoupled: bool) -> Chosen:
 
 
 def muon_and_adamw(params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], hidden: Collection[int]) -> Chosen:
-    """Choose Muon for hidden matrices and AdamW for everything else. ConfigError for what Muon is not for.
+    """Choose Muon for hidden matrices and AdamW for everything else. ConfigError for a parameter that is no matrix.
 
     groups: the program's; a group or a parameter with `use_muon` says which steps it, else `hidden` does (by id). What
     a group names else holds for both of the groups that it becomes.
@@ -152,13 +155,17 @@ def muon_and_adamw(params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
         parts: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = ([], [])
         for param in group["params"]:
             use_muon = group.get("use_muon", getattr(param, "use_muon", id(param) in hidden))
+            if use_muon and param.ndim not in (2, 3):
+                raise ConfigError(
+                    f"use_muon: a parameter of shape {tuple(param.shape)} is neither a matrix nor a stack of matrices"
+                )
             parts[not use_muon].append(param)
         own = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
         for use_muon, members, defaults in ((True, parts[0], muon), (False, parts[1], adamw)):
             if members:
                 made.append({**defaults, **own, "params": members, "use_muon": use_muon})
     rules = Rules(MuonRule(params["ns_dtype"]), update_rules.adam(decoupled=True), by_group=True)
-    return Chosen(("Muon", "AdamW"), rules, {"lr": params["lr"], **decay}, made)
+    return Chosen(("Muon", "AdamW"), rules, {"lr": params["lr"], **decay}, made, split=params["split"] or {})
 
 
 def coded_adamw(params: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Chosen:

@@ -103,15 +103,15 @@ class MuonRule:
         """Step whole matrices in place."""
         room = self._room
         assert room is not None
-        for each in slices:
+        for each, shape in (found for piece in slices for found in _by_matrix(piece)):
             own, home = room[: each.segment.numel], each.param.device
             found = own if home == room.device else own.new_empty(own.numel(), device=home)
             with self._in_use:
                 _direct(each, found, grad_scale, grad_bound)
                 if found is not own:
                     own.copy_(found)
-                update = orthogonal(room, each.segment.shape, each.hyper)
-                _apply(each, update if found is own else found.copy_(update))
+                update = orthogonal(room, shape, each.hyper)
+                _apply(each, shape, update if found is own else found.copy_(update))
 
     def step_together(
         self, layout: UnitLayout, piece: Slice, parts: int, stepped: Mapping[str, MuonHyper],
@@ -138,22 +138,24 @@ class MuonRule:
             full, mine, ranks = _gathered(full, group, layout), mine + ranks * group.index, ranks * group.size
         # By index on the tensor axis, if it cuts the unit.
         rows, begin = full.view(tensor.size if layout.is_cut else 1, -1), 0 if parts > 1 else piece.start
-        for slot, owner in zip(layout.slots, matrix_owners(layout, ranks), strict=True):
-            if begin <= slot.offset < begin + rows.shape[1]:
-                at = slice(slot.offset - begin, slot.offset - begin + slot.numel)
+        matrices = [(slot, *matrix) for slot in layout.slots for matrix in slot.matrices()]
+        for (slot, start, shape), owner in zip(matrices, matrix_owners(layout, ranks), strict=True):
+            first = slot.offset + start - begin
+            if 0 <= first < rows.shape[1]:
+                at = slice(first, first + min(slot.numel, math.prod(shape)))
                 hyper = stepped.get(slot.name)
                 if hyper is not None and owner == mine:
                     with self._in_use:
                         _put_together(rows[:, at], slot, room)
-                        _take_apart(orthogonal(room, slot.whole_shape, hyper), slot, rows[:, at])
+                        _take_apart(orthogonal(room, shape, hyper), slot, rows[:, at])
                 else:
                     rows[:, at].zero_()
         updates = full
         for group in reversed(sharing):
             updates = sum_slices(updates, group, f"updates of {layout.name}")
         updates = updates.to(home)
-        for each in slices:
-            _apply(each, updates[each.segment.start : each.segment.start + each.segment.numel])
+        for each, shape in (found for piece in slices for found in _by_matrix(piece)):
+            _apply(each, shape, updates[each.segment.start : each.segment.start + each.segment.numel])
 
     def parameter_scalars(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """Return nothing: the momentum is all that is kept."""
@@ -213,6 +215,22 @@ def _take_apart(matrix: Tensor, slot: Slot, rows: Tensor) -> None:
         gather_shard(matrix, 0, slot.whole_shape, slot.shard.dim, slot.shard.ranges(index), 0, row)
 
 
+def _by_matrix(piece: StepSlice) -> Iterator[tuple[StepSlice, tuple[int, int]]]:
+    """What a segment has of each of its parameter's matrices, and the matrix's shape."""
+    segment = piece.segment
+    assert segment.overlap is not None
+    slot, first = segment.overlap.slot, segment.overlap.slot_start
+    for start, shape in slot.matrices():
+        begin = max(start - first, 0)
+        end = min(start - first + min(slot.numel, math.prod(shape)), segment.numel)
+        if begin < end:
+            at, kept = slice(begin, end), (piece.remainder, piece.master)
+            remainder, master = (None if each is None else each[at] for each in kept)
+            own = segment._replace(start=segment.start + begin, numel=end - begin)
+            moments = [moment[at] for moment in piece.moments]
+            yield StepSlice(own, piece.hyper, piece.param[at], piece.grad[at], moments, remainder, master), shape
+
+
 def _chunks(piece: StepSlice) -> Iterator[slice]:
     for begin in range(0, piece.segment.numel, _CHUNK_NUMEL):
         yield slice(begin, min(begin + _CHUNK_NUMEL, piece.segment.numel))
@@ -231,10 +249,10 @@ def _direct(piece: StepSlice, out: Tensor, grad_scale: float, grad_bound: float)
         out[at] = grad.lerp(kept, weight) if piece.hyper.nesterov else kept
 
 
-def _apply(piece: StepSlice, update: Tensor) -> None:
-    """Step the masters by an update [numel]."""
+def _apply(piece: StepSlice, shape: Sequence[int], update: Tensor) -> None:
+    """Step the masters of a matrix of this shape by an update [numel]."""
     lr, decay = piece.hyper.lr, piece.hyper.weight_decay
-    rate = piece.hyper.rate(piece.segment.shape)
+    rate = piece.hyper.rate(shape)
     for at in _chunks(piece):
         masters = masters_of(piece, at)
         masters.mul_(1 - lr * decay).add_(update[at], alpha=-rate)

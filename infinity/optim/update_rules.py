@@ -35,7 +35,7 @@ from infinity.ops.adam import (
     join,
     split,
 )
-from infinity.plan.layout import Slice, UnitLayout
+from infinity.plan.layout import Overlap, Slice, UnitLayout
 from infinity.plan.types import ADAM_MOMENTS, CODED_MOMENTS, Kind
 
 
@@ -70,15 +70,19 @@ class LionOptimizer(torch.optim.Optimizer):
 class Segment(NamedTuple):
     """A range of a slice that is stepped at once: one parameter group, one step count.
 
-    Where the rule does not step several parameters at once, also name and shape of its parameter, else empty.
+    Where the rule does not step several parameters at once, also what it has of which parameter.
     """
 
     start: int
     numel: int
     group: int
     step: int
-    name: str = ""
-    shape: tuple[int, ...] = ()
+    overlap: Overlap | None = None
+
+    @property
+    def name(self) -> str:
+        """The parameter's; empty where several are stepped at once."""
+        return "" if self.overlap is None else self.overlap.slot.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,8 @@ class StepContext:
                 stop = overlap.range_start + overlap.numel
                 segments[-1] = segments[-1]._replace(numel=stop - segments[-1].start)
             else:
-                whose = () if joins else (overlap.slot.name, overlap.slot.whole_shape)
-                segments.append(Segment(overlap.range_start, overlap.numel, group, step, *whose))
+                whose = None if joins else overlap
+                segments.append(Segment(overlap.range_start, overlap.numel, group, step, whose))
             joined = True
         return segments
 

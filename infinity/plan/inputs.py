@@ -275,7 +275,7 @@ class PlanInputs:
         if not chosen.trains:
             object.__setattr__(self, "node", self.node.frozen())
         if len(chosen.rules) > 1:
-            object.__setattr__(self, "node", _ruled(self.node, chosen))
+            object.__setattr__(self, "node", _ruled(self.node, chosen, self.topology.tp))
         specs = self.node.all_params().values()
         trained = sum(spec.numel for spec in specs if spec.trainable)
         object.__setattr__(self, "numels", (sum(spec.numel for spec in specs), trained))
@@ -457,21 +457,46 @@ class PlanInputs:
         return self.limits.fits({tier: sum(kinds.values()) - kinds.get(Kind.POOL, 0) for tier, kinds in home.items()})
 
 
-def _ruled(node: ModuleNode, optimizer: OptimizerSpec) -> ModuleNode:
-    """The tree with the number of each parameter's update rule."""
+def _ruled(node: ModuleNode, optimizer: OptimizerSpec, tp: int) -> ModuleNode:
+    """The tree with the number of each parameter's update rule, and what this steps of it at once."""
     if optimizer.rule_of:
         numbers = optimizer.rule_of
-        return node.with_params(lambda spec: replace(spec, rule=numbers[spec.group] if spec.trainable else 0))
-    if optimizer.numel_min:
+        numbered = node.with_params(lambda spec: replace(spec, rule=numbers[spec.group] if spec.trainable else 0))
+    elif optimizer.numel_min:
         return node.with_params(partial(_by_size, optimizer))
-    hidden = hidden_matrices(node)
-
-    def numbered(spec: ParamSpec) -> ParamSpec:
+    else:
+        hidden = hidden_matrices(node, stacks=tp == 1)
         # An engine makes a parameter group of each.
-        number = int(spec.name not in hidden)
-        return replace(spec, rule=number, group=number) if spec.trainable else spec
+        ones = {name: int(name not in hidden) for name in node.all_params()}
+        numbered = node.with_params(
+            lambda spec: replace(spec, rule=ones[spec.name], group=ones[spec.name]) if spec.trainable else spec
+        )
+    return _split(numbered, optimizer) if optimizer.split else numbered
 
-    return node.with_params(numbered)
+
+def _split(node: ModuleNode, optimizer: OptimizerSpec) -> ModuleNode:
+    """The tree with the matrices that packed weights are stepped as. ConfigError for a split that does not fit."""
+    used: set[str] = set()
+
+    def split(spec: ParamSpec) -> ParamSpec:
+        names = [name for name in optimizer.split if f".{name}." in f".{spec.name}."]
+        if not names or not spec.trainable or not optimizer.rules[spec.rule].matrices:
+            return spec
+        used.update(names)
+        given, rows = optimizer.split[names[0]], spec.shape[-2]
+        parts = (rows // given,) * given if isinstance(given, int) else given
+        if sum(parts) != rows or spec.shard is not None:
+            why = "a tensor axis cuts it" if spec.shard is not None else f"its matrices have {rows:,} rows"
+            raise ConfigError(f"optimizer.params.split.{names[0]}: {spec.name} is not split into {given}: {why}")
+        return replace(spec, split=parts)
+
+    found = node.with_params(split)
+    if unused := sorted(set(optimizer.split) - used):
+        raise ConfigError(
+            f"optimizer.params.split.{unused[0]}: no weight of this name is stepped by Muon: give the name of a module "
+            "or parameter, such as qkv_proj"
+        )
+    return found
 
 
 def _by_size(optimizer: OptimizerSpec, spec: ParamSpec) -> ParamSpec:

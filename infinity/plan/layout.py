@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from infinity.plan.request import RuleSpec
@@ -37,6 +37,7 @@ class Slot:
     group: int
     start: int = 0
     shard: Shard | None = None
+    split: tuple[int, ...] = ()
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -54,6 +55,16 @@ class Slot:
         if not self.is_tile:
             return self.shape
         return (self.numel // math.prod(self.shape[1:]), *self.shape[1:])
+
+    def matrices(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Where each matrix begins that a rule steps whole, and its shape: one, put together of its shards; those that
+        it is `split` into; in a stack of matrices, as the experts of a mixture are, these of each.
+        """
+        rows, columns = self.whole_shape[-2:]
+        each = [(row, count) for row, count in zip(accumulate((0, *self.split)), self.split or (rows,), strict=False)]
+        for begin in range(0, max(self.numel, 1), rows * columns or 1):
+            for row, count in each:
+                yield begin + row * columns, (count, columns)
 
     @property
     def ends(self) -> bool:
@@ -165,7 +176,9 @@ def make_layouts(spec: ModelSpec, parts: int, rules: Sequence[RuleSpec] = (RuleS
         slots = []
         offset = 0
         for param in unit.params:
-            slots.append(Slot(param.name, param.shape, offset, param.numel, param.group, param.start, param.shard))
+            slots.append(
+                Slot(param.name, param.shape, offset, param.numel, param.group, param.start, param.shard, param.split)
+            )
             offset = align_up(offset + param.numel, alignment)
         layouts.append(
             UnitLayout(
@@ -192,8 +205,8 @@ def cut_sub_groups(
 
     Small units are joined while they fit; a partition that is too large alone is cut into near-equal slices. Units of
     which only one is in `apart` (indices), or that other rules step, are never joined; one in `alone` is joined with no
-    other. Units of a rule that steps whole matrices are cut between parameters, however large one is, and where several
-    ranks share them not at all; those of a rule that looks at blocks are cut between blocks.
+    other. Units of a rule that steps whole matrices are cut between these, however large one is, and where ranks share
+    them not at all; those of a rule that looks at blocks are cut between blocks.
     """
     numel_max = align_up(max(numel_max, 1), PARTITION_ALIGNMENT)
     groups: list[tuple[Slice, ...]] = []
@@ -212,7 +225,7 @@ def cut_sub_groups(
             continue
         if numel > numel_max and rules[layout.rule].matrices:
             close()
-            whole = [Slice(layout.index, 0, numel)] if parts > 1 else _between_slots(layout, numel, numel_max)
+            whole = [Slice(layout.index, 0, numel)] if parts > 1 else _between_matrices(layout, numel, numel_max)
             groups.extend((piece,) for piece in whole)
             continue
         if numel > numel_max:
@@ -232,10 +245,12 @@ def cut_sub_groups(
     return tuple(SubGroup(index, slices) for index, slices in enumerate(groups))
 
 
-def _between_slots(layout: UnitLayout, numel: int, numel_max: int) -> Iterator[Slice]:
-    """A unit's only partition in slices that begin with a slot, with as many slots as `numel_max` has room for."""
+def _between_matrices(layout: UnitLayout, numel: int, numel_max: int) -> Iterator[Slice]:
+    """A unit's only partition in slices that begin with a matrix, with as many as `numel_max` has room for."""
+    begins = (slot.offset + start for slot in layout.slots for start, _ in slot.matrices())
+    aligned = (at for at in begins if at % (CACHE_LINE // DTYPE_NBYTES[layout.dtype]) == 0)
     begin = 0
-    for at, end in pairwise((*(slot.offset for slot in layout.slots), numel)):
+    for at, end in pairwise((*aligned, numel)):
         if end - begin > numel_max and at > begin:
             yield Slice(layout.index, begin, at - begin)
             begin = at
@@ -244,7 +259,7 @@ def _between_slots(layout: UnitLayout, numel: int, numel_max: int) -> Iterator[S
 
 def matrix_owners(layout: UnitLayout, ranks: int) -> tuple[int, ...]:
     """The rank that makes each of a unit's matrices orthogonal: the costliest first, each to who has least to do."""
-    costs = [math.prod(slot.whole_shape) * min(slot.whole_shape, default=0) for slot in layout.slots]
+    costs = [math.prod(shape) * min(shape) for slot in layout.slots for _, shape in slot.matrices()]
     loads, owners = [0] * ranks, [0] * len(costs)
     for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
         owners[at] = loads.index(min(loads))

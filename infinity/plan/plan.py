@@ -699,9 +699,10 @@ def _matrix_pools(plan: Plan) -> dict[str, int]:
         width = request.rules[layout.rule].matrix_width
         if not (layout.trainable and width):
             continue
-        largest = max(slot.numel for slot in layout.slots)
-        for slot in layout.slots:
-            pieces = (math.prod(slot.whole_shape) * width, min(slot.whole_shape) ** 2 * width)
+        shapes = {shape for slot in layout.slots for _, shape in slot.matrices()}
+        largest = max(map(math.prod, shapes))
+        for shape in shapes:
+            pieces = (math.prod(shape) * width, min(shape) ** 2 * width)
             matrix = max(matrix, 2 * sum(align_up(nbytes, CACHE_LINE) for nbytes in pieces))
         # Of a unit that ranks share: what this rank has before and after, and the whole unit's, of all shards.
         own, meets = layout.numel // placed.parts * width, placed.parts > 1 or layout.is_cut

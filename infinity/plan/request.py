@@ -5,7 +5,8 @@ Optimizer states of an element beside its master weight, by type of optimizer: f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from infinity.config.training import Adagrad, Adam, Adamax, AdamW8bit, AnyOptimizer, Lion, Muon, Nadam, Rmsprop, Sgd
 from infinity.errors import ConfigError
@@ -116,6 +117,8 @@ class OptimizerSpec:
     rule_of: tuple[int, ...] = ()
     numel_min: int = 0
     small: frozenset[str] = frozenset()
+    # Of weights by name, how many matrices of as many rows each is, or the rows of each: for a rule of whole matrices.
+    split: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, *moments: Kind, guarded: bool = True) -> OptimizerSpec:
@@ -136,7 +139,7 @@ def optimizer_spec(section: AnyOptimizer | None) -> OptimizerSpec:
             return OptimizerSpec()
         case Muon(params=params):
             muon = RuleSpec((Kind.MOMENTUM_BUFFER,), DTYPE_NBYTES[params.ns_dtype], "Muon")
-            return OptimizerSpec((muon, RuleSpec(name="AdamW")), guarded=False)
+            return OptimizerSpec((muon, RuleSpec(name="AdamW")), guarded=False, split=params.split or {})
         case AdamW8bit(params=params):
             least = max(params.min_8bit_size, 1) if params.optim_bits == 8 else 1 << 63
             return OptimizerSpec((RuleSpec(CODED_MOMENTS, name="AdamW8bit"), RuleSpec(name="AdamW")), numel_min=least)

@@ -93,7 +93,7 @@ class ParamSpec:
 
     Of a tile, `start` is its first element in the parameter and `tile_numel` its size; `shape` is the parameter's.
     Where a tensor axis cuts the parameter by `shard`, all of these are the shard's. `replica`: what is not cut. `rule`:
-    the number of the update rule that steps it.
+    the number of the update rule that steps it. `split`: the rows of each matrix that it is stepped as; one, if empty.
     """
 
     name: str
@@ -106,6 +106,7 @@ class ParamSpec:
     shard: Shard | None = None
     replica: Replica = Replica.NONE
     rule: int = 0
+    split: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -334,10 +335,11 @@ def is_packed(module: Any) -> bool:
     return dispatched and named and "down_proj" in module._parameters
 
 
-def hidden_matrices(root: ModuleNode, heads: Collection[str] = ()) -> frozenset[str]:
+def hidden_matrices(root: ModuleNode, heads: Collection[str] = (), *, stacks: bool = True) -> frozenset[str]:
     """Names of the weights that Muon is for, unless the program says which: trained ones of two dimensions that belong
-    to no embedding and to no output head. heads: names of the head's parameters, where a model says what that is; a
-    weight of an embedding's shape that stands in no list of modules is taken for one, too.
+    to no embedding and to no output head, and the packed weights of experts, which are stacks of such. heads: names of
+    the head's parameters, where a model says what that is; a weight of an embedding's shape that stands in no list of
+    modules is taken for one, too. stacks: False where a tensor axis may cut these.
     """
     found: set[str] = set()
     others: set[str] = set(heads)
@@ -349,7 +351,9 @@ def hidden_matrices(root: ModuleNode, heads: Collection[str] = ()) -> frozenset[
             path = f"{node.path}.{attribute}".lower()
             apart = _is_table(node) or "embed" in path or "lm_head" in path
             head = spec.whole_shape in tables and not listed
-            (others if apart or head or len(spec.shape) != 2 or not spec.trainable else found).add(spec.name)
+            stacked = stacks and node.packed and attribute in _PACKED and len(spec.shape) == 3
+            fits = len(spec.shape) == 2 or stacked
+            (others if apart or head or not fits or not spec.trainable else found).add(spec.name)
     return frozenset(found - others)
 
 
@@ -556,7 +560,7 @@ def _units_of_experts(
         pieces = tuple(
             ParamSpec(
                 spec.name, spec.shape, spec.dtype, spec.group, spec.tied, begin * numel, (end - begin) * numel,
-                spec.shard, spec.replica, spec.rule,
+                spec.shard, spec.replica, spec.rule, spec.split,
             )
             for spec, numel in zip(specs, inner, strict=True)
         )  # fmt: skip

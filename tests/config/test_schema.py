@@ -185,7 +185,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "optimizer": {"legacy_fusion": False},
     "optimizer.params MuonParams": {
         "lr": 1e-3, "muon_lr": None, "adam_lr": None, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True,
-        "ns_steps": 5, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_dtype": "bf16",
+        "ns_steps": 5, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_dtype": "bf16", "split": None,
         "adjust_lr_fn": None, "betas": (0.9, 0.999), "adam_eps": 1e-8, "ns_method": "standard", "per_head_muon": False,
     },
     "optimizer.params AdamW8bitParams": {

@@ -17,9 +17,11 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.optim.muon import MuonHyper, MuonRule, orthogonal
 from infinity.optim.update_rules import Segment, StepSlice
+from infinity.plan.layout import Overlap, Slot
 from infinity.plan.types import Key, Kind, Tier
 from tests import tensor_matrix
 from tests.conftest import RankPools
+from tests.engine import test_experts
 from tests.support.cells import covered
 from tests.support.models import tiny_llama, token_batch
 from tests.support.oracle import digest, join, settings
@@ -186,6 +188,69 @@ def same_batches(rank: int, world: int, folder: str, rows: list[dict[str, Any]])
                 engine.backward(engine(**token_batch(micro, step)))
                 engine.step()
         return states(engine)
+
+
+def matrices_of(name: str, value: Tensor, split: dict[str, Any]) -> list[Tensor]:
+    """The matrices that a packed weight is stepped as."""
+    found = [value] if value.ndim == 2 else list(value)
+    for part in set(name.split(".")) & split.keys():
+        found = [piece for each in found for piece in each.split(split[part])]
+    return [each.contiguous().clone() for each in found]
+
+
+def stack(
+    rank: int, world: int, folder: str, family: str, split: dict[str, Any], rows: list[dict[str, Any]]
+) -> list[dict[str, Tensor]]:  # fmt: skip
+    """Masters of a mixture after three steps of each row's run; on one rank those of torch's Muon, matrix by matrix."""
+    join(world)
+    found = []
+    for row in rows:
+        model = test_experts.build(family)
+        config = test_experts.configuration(folder, model, **row)
+        # As the program may write it: equal parts by their number.
+        halves = {name: 2 if name == "gate_up_proj" else parts for name, parts in split.items()}
+        precise = {"ns_dtype": "fp32"} if world > 1 else {}
+        config["optimizer"] = {"type": "Muon", "params": {"lr": RATE, "split": halves, **precise}}
+        engine, optimizer, *_ = infinity.initialize(model=model, config=config)
+        with engine:
+            named = dict(model.named_parameters())
+            hidden = {id(param) for group in optimizer.param_groups if group["use_muon"] for param in group["params"]}
+            names = [name for name, param in named.items() if id(param) in hidden]
+            assert any(named[name].ndim == 3 for name in names)
+            own = {name: matrices_of(name, infinity.state(named[name]).master, split) for name in names}
+            plain = torch.optim.Muon([nn.Parameter(each) for matrices in own.values() for each in matrices], lr=RATE)
+            leaves = iter(plain.param_groups[0]["params"])
+            own = {name: [next(leaves) for _ in matrices] for name, matrices in own.items()}
+            for step in range(3):
+                ids = test_experts.batch(step)
+                engine.backward(engine(**{name: each[rank :: world] for name, each in ids.items()}).loss)
+                for name, matrices in own.items() if world == 1 else ():
+                    grads = matrices_of(name, infinity.state(named[name]).grad, split)
+                    for each, grad in zip(matrices, grads, strict=True):
+                        each.grad = grad
+                engine.step()
+                plain.step()
+            masters = {name: infinity.state(param).master for name, param in named.items()}
+            found.append({f"{name} master": master for name, master in masters.items()})
+            for name, matrices in own.items() if world == 1 else ():
+                for one, other in zip(matrices_of(name, masters[name], split), matrices, strict=True):
+                    assert torch.equal(one, other), name
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "split"), [("mixtral", {"gate_up_proj": [96, 96], "o_proj": [16, 48]}), ("gpt_oss", {})]
+)
+def test_packed_weights_are_stepped_matrix_by_matrix(
+    rank_pools: RankPools, tmp_path: Path, family: str, split: dict[str, Any]
+) -> None:
+    """Experts one by one, and what `split` names, cut into sub-groups or not, gathered whole or a few at a time."""
+    whole = [{"tiled": False, "zero": TINY}, {"tiled": False, "param": "cpu", "optimizer": "cpu"}]
+    rows: list[dict[str, Any]] = [*whole, {"tiled": True}]
+    single = rank_pools[1].run(stack, str(tmp_path), family, split, rows)[0]
+    assert len({digest(found) for found in single}) == 1
+    for found in rank_pools[2].run(stack, str(tmp_path), family, split, rows):
+        assert len({digest(each) for each in found}) == 1
 
 
 def on_shards(rank: int, world: int, tensor: int, folder: str, row: dict[str, Any]) -> dict[str, Tensor]:
@@ -359,6 +424,13 @@ def refusals() -> Iterator[tuple[str, Callable[[str, nn.Module], Any]]]:
     yield "ns_method", muon(ns_method="gram")
     yield "per_head_muon", muon(per_head_muon=True)
     yield "ns_steps", muon(ns_steps=0)
+    yield "split.down: .* is not split into 5: its matrices have 32 rows", muon(split={"down": 5})
+    yield "split.qkvs: no weight of this name", muon(split={"qkvs": 2})
+    yield "optimizer.params.split", muon(split={"down": 1})
+    yield "neither a matrix nor a stack", lambda folder, model: infinity.initialize(
+        model=model, config=configuration(folder),
+        model_parameters=[{"params": [param for param in model.parameters() if param.ndim == 1], "use_muon": True}],
+    )  # fmt: skip
     yield "adjust_lr_fn", muon(adjust_lr_fn="mine")
     yield "torch.optim.Muon for some parameters and one other", given(
         lambda model: [torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.parameters())]
@@ -384,7 +456,8 @@ def test_the_program_and_the_thread_behind_it_take_turns_with_the_memory(tmp_pat
 
     def slices() -> list[StepSlice]:
         generator.manual_seed(1)
-        segment = Segment(0, side**2, 0, 1, "matrix", (side, side))
+        slot = Slot("matrix", (side, side), 0, side**2, 0)
+        segment = Segment(0, side**2, 0, 1, Overlap(slot, 0, 0, side**2))
         made = [torch.randn(2, side**2, generator=generator) for _ in range(200)]
         return [StepSlice(segment, hyper, param, grad, [torch.zeros(side**2)], None, None) for param, grad in made]
 
