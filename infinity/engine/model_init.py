@@ -32,8 +32,9 @@ class Init:
     """`with infinity.Init(config=config):` builds a model of any size straight into its tiers.
 
     Constructors and initialisers run unchanged, so the values equal those of an ordinary construction. Parameters
-    beyond a window of 256 MB go to the NVMe folder of the configuration; without one they stay in CPU memory. Inside
-    another block the outer one has the parameters.
+    beyond a window of 256 MB go to the NVMe folder of the configuration; without one they stay in CPU memory. One that
+    is larger than the window (the packed experts of a mixture) is filled there in parts. Inside another block the outer
+    one has the parameters.
 
     module: an existing model whose parameters are taken in at once, in the constructor; every rank gets rank 0's
         values. Collective.

@@ -211,7 +211,7 @@ class _HostArena(Arena):
 
 
 # Bytes moved to or from a drive at a time, and how many such parts are in flight.
-_PART_NBYTES = 8 << 20
+PART_NBYTES = 8 << 20
 _OFFLOADED_PARTS_MAX = 4
 
 
@@ -227,12 +227,12 @@ class PartWriter:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of memory for parts on their way to the drive."""
-        return (len(self._writing) + len(self._rooms)) * _PART_NBYTES
+        return (len(self._writing) + len(self._rooms)) * PART_NBYTES
 
     def submit(self, file: TierBackend, offset: int, values: Tensor) -> None:
         """Submit the writes of `values` (uint8, flat), which may change as soon as this returns."""
-        for begin in range(0, values.numel(), _PART_NBYTES):
-            part = values[begin : begin + _PART_NBYTES]
+        for begin in range(0, values.numel(), PART_NBYTES):
+            part = values[begin : begin + PART_NBYTES]
             room = self._room()
             room[: part.numel()].copy_(part)
             nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
@@ -255,7 +255,7 @@ class PartWriter:
         if self._rooms:
             return self._rooms.pop()
         if len(self._writing) < self._parts_max:
-            return page_aligned(_PART_NBYTES)
+            return page_aligned(PART_NBYTES)
         transfer, room = self._writing.popleft()
         transfer.wait()
         return room
@@ -330,11 +330,11 @@ class DriveRefuge:
             part.copy_(room[: part.numel()])
             rooms.append(room)
 
-        for begin in range(0, target.numel(), _PART_NBYTES):
+        for begin in range(0, target.numel(), PART_NBYTES):
             if len(reading) == _OFFLOADED_PARTS_MAX:
                 arrive()
-            part = target[begin : begin + _PART_NBYTES]
-            room = rooms.pop() if rooms else page_aligned(_PART_NBYTES)
+            part = target[begin : begin + PART_NBYTES]
+            room = rooms.pop() if rooms else page_aligned(PART_NBYTES)
             nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
             reading.append((self._file.read(Extent(offset + begin, nbytes), room[:nbytes]), room, part))
         while reading:
@@ -428,14 +428,16 @@ class SwapPlace:
         """Its first bytes."""
         return SwapPlace(self.file, Extent(self.extent.offset, nbytes))
 
-    def read(self) -> tuple[Tensor, list[Transfer]]:
+    def read(self, begin: int = 0, end: int | None = None) -> tuple[Tensor, list[Transfer]]:
         """Submit reads of what `SwapFiles.write` wrote, which is on the drive; returns its bytes (uint8, flat) to come.
+
+        begin, end: in bytes, of all; `begin` is where a part does.
         """
-        offset, nbytes = self.extent.offset, self.extent.nbytes
-        buffer = page_aligned(nbytes)
+        nbytes = (self.extent.nbytes if end is None else align_up(end, EXTENT_ALIGNMENT)) - begin
+        buffer, offset = page_aligned(nbytes), self.extent.offset + begin
         # Cut as it was written: of each part the tier knows a checksum.
-        parts = [(begin, buffer[begin : begin + _PART_NBYTES]) for begin in range(0, nbytes, _PART_NBYTES)]
-        return buffer, [self.file.read(Extent(offset + begin, part.numel()), part) for begin, part in parts]
+        parts = [(at, buffer[at : at + PART_NBYTES]) for at in range(0, nbytes, PART_NBYTES)]
+        return buffer, [self.file.read(Extent(offset + at, part.numel()), part) for at, part in parts]
 
 
 class SwapFiles(PartWriter):

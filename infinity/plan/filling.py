@@ -72,7 +72,11 @@ class _Filling:
         self._own_max = self._own_left
         if model_nbytes_max is not None:
             largest = max((math.prod(slot.whole_shape) for layout in plan.layouts for slot in layout.slots), default=0)
-            self._own_max = model_nbytes_max + largest * DTYPE_NBYTES[model_dtype]
+            nbytes = largest * DTYPE_NBYTES[model_dtype]
+            # One rank alone reads a parameter that is larger in parts; several exchange it whole.
+            self._own_max = model_nbytes_max + (
+                nbytes if plan.topology.world_size > 1 else min(nbytes, model_nbytes_max)
+            )
 
     def fill(self, *keys: Key) -> None:
         for key in keys:

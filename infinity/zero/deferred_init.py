@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -35,6 +36,7 @@ from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.groups import ProcessGroups
 from infinity.errors import StateError
+from infinity.memory import scratch
 from infinity.memory.scratch import SwapFiles, SwapPlace
 from infinity.memory.tiers.pinned import trim
 from infinity.plan.types import EXTENT_ALIGNMENT, align_up
@@ -107,6 +109,8 @@ def gather_range(
 
 # Bytes of values in memory at once, besides the parameter being worked on.
 WINDOW_NBYTES = 256 << 20
+# Of a parameter that is larger than the window, so many bytes are read at a time.
+_SPAN_NBYTES = 32 << 20
 # A parameter of at most this many bytes leaves the window last, and may be used at any time: biases and norms, which
 # programs change before they train. One of several dimensions is cut once such take a quarter of the window.
 _SMALL_NBYTES = 1 << 20
@@ -166,7 +170,7 @@ class _Place:
 
     def put(self, place: SwapPlace) -> None:
         """The values have a place in a file."""
-        self.swapped = place
+        self.swapped, self.origin = place, None
 
     def take(self, data: Tensor) -> None:
         """The whole values are `data`, which may have another shape and dtype than before."""
@@ -217,6 +221,8 @@ class DeferredInit:
         self._small_nbytes = 0
         # A parameter's values on their way back.
         self._coming: dict[int, tuple[Tensor, list[Transfer]]] = {}
+        # Of a parameter that is too large for the window, values that were read last: from and to.
+        self._span: tuple[nn.Parameter, int, int, Tensor] | None = None
         # Keys of parameters that the model has dropped (one that was tied to another) and that are not yet forgotten.
         self._dead: list[int] = []
         # Whether the model is still being built: then using a parameter makes it whole.
@@ -293,6 +299,28 @@ class DeferredInit:
             if not place.blocks:
                 self._recent[id(param)] = None
         self._shrink(keep=len(params))
+
+    def fill_by_parts(self, param: nn.Parameter, fill: Callable[[Tensor], object]) -> bool:
+        """Fill a parameter that is too large for the window, and is not in memory, while the model is being built: a
+        part at a time, in order, so that random numbers are those of the whole. Return whether that was done.
+        """
+        place = self._places.get(id(param))
+        if place is None or not self.open or not self._is_apart(place) or place.data is not None:
+            return False
+        assert self._files is not None
+        self._span = None
+        if place.swapped is None:
+            place.put(self._files.allocate(align_up(place.nbytes, EXTENT_ALIGNMENT)))
+        swapped, width, numel = place.swapped, place.dtype.itemsize, place.numel
+        assert swapped is not None
+        self._files.drain()
+        # torch draws normal values 16 at a time, and those that are left over at the end anew with the 16 last ones.
+        begins = range(0, max(numel - 15, 1), scratch.PART_NBYTES // width)
+        for begin, end in pairwise((*begins, numel)):
+            part = torch.empty(end - begin, dtype=place.dtype, device="cpu")
+            fill(part)
+            self._files.submit(swapped.file, swapped.extent.offset + begin * width, part.view(torch.uint8))
+        return True
 
     def stand_in(self, param: nn.Parameter) -> Tensor | None:
         """Return what `detach()` of a released parameter gives once the model is built: a tensor of its shape that is
@@ -426,12 +454,17 @@ class DeferredInit:
         origin = self._places[id(param)].origin
         if origin is not None and self.at_origin(param):
             origin.read(start, target)
-        else:
-            target.copy_(self.elements(param, start, target.numel()))
+            return
+        each = _SPAN_NBYTES // target.element_size()
+        for begin in range(0, target.numel(), each):
+            part = target[begin : begin + each]
+            part.copy_(self.elements(param, start + begin, part.numel()))
 
     def elements(self, param: nn.Parameter, start: int, numel: int) -> Tensor:
         """Return elements of the flat values, of a slice those that it has. Valid until the next call."""
         place = self._places[id(param)]
+        if place.kept is None and self._is_apart(place) and place.data is None and place.swapped is not None:
+            return self._span_of(param, place, start, start + numel)
         if place.kept is None:
             return self.values(param)[start : start + numel]
         if place.data is None:
@@ -455,8 +488,30 @@ class DeferredInit:
     def prefetch(self, param: nn.Parameter) -> None:
         """Begin to read the values of a parameter that is wanted next, if they lie in a swap file."""
         place = self._places.get(id(param))
-        if place is not None and place.data is None and place.swapped is not None and not self._coming:
+        if place is None or (place.kept is None and self._is_apart(place)):
+            return
+        if place.data is None and place.swapped is not None and not self._coming:
             self._coming[id(param)] = self._submit_reads(place)
+
+    def _is_apart(self, place: _Place) -> bool:
+        """Whether a parameter is too large for the window: then its values come and go in parts."""
+        return self._files is not None and place.nbytes > WINDOW_NBYTES
+
+    def _span_of(self, param: nn.Parameter, place: _Place, start: int, stop: int) -> Tensor:
+        """Return elements, from and to, of the flat values in a file. What lies around them is read with them, and kept
+        for the next call.
+        """
+        if self._span is None or self._span[0] is not param or not self._span[1] <= start < stop <= self._span[2]:
+            self._span = None
+            each = scratch.PART_NBYTES // place.dtype.itemsize
+            begin = start // each * each
+            end = min(max(stop, begin + _SPAN_NBYTES // place.dtype.itemsize), place.numel)
+            buffer, reads = self._submit_reads(place, begin, end)
+            for read in reads:
+                read.wait()
+            self._span = param, begin, end, buffer.view(place.dtype)
+        _, begin, _, values = self._span
+        return values[start - begin : stop - begin]
 
     def absorb(self, other: DeferredInit, params: Sequence[nn.Parameter]) -> None:
         """Take parameters over from another, so that one has all of a model. Collective: `other` may close its groups.
@@ -494,6 +549,7 @@ class DeferredInit:
     def _forget(self, key: int) -> None:
         place = self._places.pop(key, None)
         self._recent.pop(key, None)
+        self._span = None
         if (coming := self._coming.pop(key, None)) is not None:
             for read in coming[1]:
                 read.wait()
@@ -574,6 +630,7 @@ class DeferredInit:
             place.data = None
             return
         assert self._files is not None and place.data is not None
+        self._span = None
         if place.kept is None and not parameter.is_released(param):
             place.take(param.data)
         nbytes = place.nbytes
@@ -613,11 +670,13 @@ class DeferredInit:
             read.wait()
         return buffer.view(place.dtype)[: place.numel].view(shape)
 
-    def _submit_reads(self, place: _Place) -> tuple[Tensor, list[Transfer]]:
+    def _submit_reads(self, place: _Place, begin: int = 0, end: int | None = None) -> tuple[Tensor, list[Transfer]]:
+        """Of a place's elements, from and to; `begin` is where a part does."""
         assert place.swapped is not None
         if self._files is not None:
             self._files.drain()
-        return place.swapped.read()
+        width = place.dtype.itemsize
+        return place.swapped.read(begin * width, None if end is None else end * width)
 
 
 def _is_small(nbytes: int) -> bool:

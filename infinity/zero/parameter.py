@@ -62,7 +62,8 @@ FOREIGN_ATTRIBUTES = ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_active_s
 class ParamOwner(Protocol):
     """An object that can make released parameters whole.
 
-    One that has a method `stand_in(param) -> Tensor | None` is asked there for what `param.detach()` returns.
+    One that has a method `stand_in(param) -> Tensor | None` is asked there for what `param.detach()` returns; one that
+    has `fill_by_parts(param, fill) -> bool`, to do without making it whole what replaces all of its values.
     """
 
     # Whether it does so now for an operation that uses their data.
@@ -106,6 +107,8 @@ class ReleasedParameter(nn.Parameter):
             return found
         if func is Tensor.__repr__:
             return describe_released(args[0])
+        if func in _FILLS and _filled_by_parts(func, args, kwargs):
+            return args[0] if args else kwargs["tensor"]
         if func is Tensor.detach and is_released(args[0]):
             stand_in = getattr(owner_of(args[0]), "stand_in", None)
             if stand_in is not None and (found := stand_in(args[0])) is not None:
@@ -136,6 +139,22 @@ METADATA = {
     *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")),
     Tensor.grad.__delete__,  # type: ignore[union-attr]
 }  # fmt: skip
+
+
+# Functions that give each element a new value, one after the other. Those of torch.nn.init name all their arguments.
+_FILLS = {
+    nn.init.normal_, nn.init.uniform_, nn.init.constant_, Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_
+}  # fmt: skip
+
+
+def _filled_by_parts(func: Any, args: Any, kwargs: Any) -> bool:
+    """Have a parameter's owner fill it, where it can do that without all of it in memory; return whether it did."""
+    (param, *others), given = args or (kwargs["tensor"],), {key: kwargs[key] for key in kwargs if key != "tensor"}
+    fill = getattr(owner_of(param), "fill_by_parts", None) if is_released(param) else None
+    tensors = any(isinstance(each, Tensor) for each in (*others, *given.values()))
+    if fill is None or tensors or (args and torch.is_grad_enabled()):
+        return False
+    return bool(fill(param, lambda part: func(part, *others, **given)))
 
 
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]

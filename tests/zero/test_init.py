@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.errors import ConfigError, StateError
+from infinity.memory import scratch
 from infinity.zero import deferred_init
 from infinity.zero.parameter import is_released
 from tests.support.spawn import RankPool
@@ -49,6 +50,56 @@ def test_values_are_those_of_an_ordinary_construction(name: str, tmp_path: Path)
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(infinity.state(ours).master, theirs.detach())
     assert os.listdir(tmp_path) == []
+
+
+class Large(nn.Module):
+    """Parameters beyond the window, one with a few elements more than whole parts, beside small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(5, 1027))
+        self.second = nn.Parameter(torch.empty(301, 40))
+        self.third = nn.Parameter(torch.empty(9, 1000))
+        self.small = nn.Linear(10, 10)
+        nn.init.normal_(self.first, std=0.3)
+        nn.init.uniform_(self.third)
+        with torch.no_grad():
+            self.second.fill_(0.5)
+            self.second.normal_(std=0.02, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("trained", ["bf16", "fp32"])
+def test_a_parameter_beyond_the_window_is_never_whole_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: str
+) -> None:
+    """It is filled and read in parts, with the values of the whole; what draws after it draws the same."""
+    home, options = {"device": "nvme", "nvme_path": str(tmp_path)}, {"train_micro_batch_size_per_gpu": 1}
+    zero = {"stage": 3, "offload_param": home, "offload_optimizer": home, "sub_group_size": 3000}
+    asked = {**options, "zero_optimization": zero, "bf16": {"enabled": trained == "bf16"}}
+    monkeypatch.setattr(deferred_init, "WINDOW_NBYTES", 10_000)
+    monkeypatch.setattr(deferred_init, "_SPAN_NBYTES", 1 << 13)
+    monkeypatch.setattr(scratch, "PART_NBYTES", 1 << 12)
+    torch.manual_seed(0)
+    plain = Large()
+    drawn = torch.rand(3)
+    whole = deferred_init.DeferredInit._load
+
+    def load(self: deferred_init.DeferredInit, place: Any) -> torch.Tensor:
+        assert place.nbytes <= deferred_init.WINDOW_NBYTES, place.shape
+        return whole(self, place)
+
+    monkeypatch.setattr(deferred_init.DeferredInit, "_load", load)
+    monkeypatch.setattr(deferred_init, "_OVERWRITES", set())
+    torch.manual_seed(0)
+    with infinity.Init(config=asked):
+        model = Large()
+    assert all(is_released(param) for param in (model.first, model.second, model.third))
+    assert torch.equal(drawn, torch.rand(3))
+    engine, *_ = infinity.initialize(model=model, config=asked)
+    with engine:
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(infinity.state(ours).master, theirs.detach()), name
 
 
 @pytest.mark.usefixtures("narrow")
