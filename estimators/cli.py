@@ -49,6 +49,7 @@ from estimators.search import (
     nearest,
     search,
     sparingly,
+    states_fit,
     usual,
     ways_out,
 )
@@ -160,8 +161,9 @@ def _advised(wish: Wish, asked: str | None) -> tuple[Advice, str]:
     """The best that fits, with moments in 8 bits where nothing fits with AdamW's and no optimizer is asked for; and
     what is said of that.
     """
-    advice = advise(wish)
-    if advice.best.estimate.fits or asked is not None:
+    # Where the states alone have no room, a search takes long to say so.
+    advice = advise(wish) if asked is not None or states_fit(wish) else None
+    if advice is not None and (advice.best.estimate.fits or asked is not None):
         return advice, ""
     with suppress(ConfigError):
         coded = advise(replace(wish, optimizer="AdamW8bit"))
@@ -170,7 +172,7 @@ def _advised(wish: Wish, asked: str | None) -> tuple[Advice, str]:
                 "With AdamW nothing fits here. With moments in 8 bits (AdamW8bit, which rounds them) it does; "
                 "--optimizer AdamW says what AdamW lacks.\n\n"
             )
-    return advice, ""
+    return advice or advise(wish), ""
 
 
 def _refuse_idle(args: argparse.Namespace, searches: bool) -> None:

@@ -307,6 +307,13 @@ def search(wish: Wish) -> Choice:
     return min(others, key=lambda choice: choice.lacking)
 
 
+def states_fit(wish: Wish) -> bool:
+    """Whether a rank's weights, states and gradients have room on all of its tiers together."""
+    placed = Placed(3, Tier.CPU, Tier.CPU)
+    needed = states_nbytes_of(wish.numels, wish.data, wish.dtype, placed, wish.machine, wish.optimizer)
+    return sum(needed.values()) <= sum(wish.limits.of(tier) or 0 for tier in Tier)
+
+
 def ways_out(wish: Wish, found: Choice, *, with_8_bits: bool = True) -> list[tuple[str, Choice]]:
     """What would fit where nothing does as asked, each in words: gradients in the dtype that is computed in, where
     several micro-batches add up in fp32; moments in 8 bits, unless they were tried before; and adapters, whose base has
