@@ -24,7 +24,7 @@ from operator import mul
 from estimators.resources import QueueKey, Resource
 from estimators.simulate import Coarsened, SimulatedStep, Speeds, coarsen, simulate_step
 from infinity.plan.activations import OffloadedCheckpoints
-from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile, assumed
+from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, HardwareProfile, assumed
 from infinity.plan.layout import Slot
 from infinity.plan.pipeline import ActionKind, ActionSeconds, PipelineTimes, Tables, time_tables
 from infinity.plan.plan import Plan
@@ -396,7 +396,9 @@ def _assumptions(plan: Plan, profile: HardwareProfile) -> tuple[str, ...]:
     if dtype not in profile.compute:
         found.append(f"the rate of computation in {dtype}")
     if plan.nvme_nbytes and not profile.drives:
-        found.append("the drive: " + _drive_words(ASSUMED.drives[0]))
+        drive = ASSUMED.drives[0]
+        rates = f"{drive.read_rate / 1e9:g} GB/s read and {drive.write_rate / 1e9:g} GB/s written"
+        found.append(f"the drive: {drive.model}, {rates}")
     if plan.request.accelerator and profile.up_rate is None:
         found.append("the rates between CPU and accelerator")
     if plan.nvme_nbytes and any(drive.endurance_nbytes is None for drive in profile.drives or ASSUMED.drives):
@@ -404,10 +406,6 @@ def _assumptions(plan: Plan, profile: HardwareProfile) -> tuple[str, ...]:
     if any(placed.param.on_drive for placed in plan.placement.units) and len(profile.drives) > 1:
         found.append("that all drives of the profile are used")
     return tuple(found)
-
-
-def _drive_words(drive: Drive) -> str:
-    return f"{drive.model}, {drive.read_rate / 1e9:g} GB/s read and {drive.write_rate / 1e9:g} GB/s written"
 
 
 @dataclass(frozen=True, slots=True)

@@ -366,7 +366,7 @@ def match(
             found.mismatched.append(f"{name} is a parameter in the model and a buffer here")
         elif not saved[source].kinds:
             (found.missing if info.trainable else found.excluded).append(name)
-        elif not _convertible(saved[source].dtype, info.dtype):
+        elif saved[source].dtype != info.dtype and not {saved[source].dtype, info.dtype} <= {*FLOATING_DTYPES}:
             found.mismatched.append(f"{name} is {info.dtype} in the model and {saved[source].dtype} here")
         else:
             found.source[name] = source
@@ -396,10 +396,6 @@ def report_mismatch(found: Match, path: object, *, strict: bool) -> None:
         )
         raise CheckpointError(path, text + "\nNothing was loaded", advice)
     logger.warning("%s: %s\nWhat is missing keeps the model's values.", path, text)
-
-
-def _convertible(saved: str, wanted: str) -> bool:
-    return saved == wanted or (saved in FLOATING_DTYPES and wanted in FLOATING_DTYPES)
 
 
 def _suggest(name: str, others: Sequence[str]) -> str:

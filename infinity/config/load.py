@@ -164,7 +164,8 @@ def unfolded(raw: Mapping[Any, Any], foreign: Foreign) -> Mapping[Any, Any]:
 
     A section's own key comes before a dotted one.
     """
-    sections = {name: spelled for name, spelled in spellings_of(Config).items() if _is_section(spelled)}
+    fields, spellings = Config.model_fields, spellings_of(Config)
+    sections = {name: spelled for name, spelled in spellings.items() if sections_of(fields[spelled])}
     dotted = [key for key in raw if isinstance(key, str) and key.partition(".")[0] in sections and "." in key]
     found = {key: value for key, value in raw.items() if key not in dotted}
     for key in dotted:
@@ -181,10 +182,6 @@ def unfolded(raw: Mapping[Any, Any], foreign: Foreign) -> Mapping[Any, Any]:
                 foreign.ignore(key, raw[key], f"section {'.'.join(path)} has {name} = {shown(place[name])}")
             place.setdefault(name, raw[key])
     return found
-
-
-def _is_section(name: str) -> bool:
-    return bool(sections_of(Config.model_fields[name]))
 
 
 def is_usable(field_info: FieldInfo, value: Any) -> bool:

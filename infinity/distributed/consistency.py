@@ -223,7 +223,8 @@ def check_same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Axis
     named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
     mine = {name: _digest(value) for name, value in named.items() if isinstance(value, Tensor)}
     everyone = exchange_values(mine, group, "exchange of digests of a batch")
-    apart = [name for name in {name: None for each in everyone for name in each} if _differs(name, everyone)]
+    names = {name: None for each in everyone for name in each}
+    apart = [name for name in names if len({each.get(name) for each in everyone}) > 1]
     if apart:
         raise ConfigError(
             f"the {group.size} ranks of a {group.axis} group were given different batches ({', '.join(apart)}): "
@@ -231,10 +232,6 @@ def check_same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Axis
             "engine.data_rank of engine.data_size (a DistributedSampler takes both), or let "
             "initialize(training_data=...) do it"
         )
-
-
-def _differs(name: str, everyone: Sequence[Mapping[str, str]]) -> bool:
-    return len({each.get(name) for each in everyone}) > 1
 
 
 def _digest(tensor: Tensor) -> str:

@@ -247,21 +247,17 @@ class Save:
         def job() -> None:
             if self._first:
                 client = write_client(self.request.folder, target.id, self.contents.tensors)
-                manifest = self._manifest(target, infos, client)
+                manifest = Manifest(
+            id=target.id, tag=self.request.tag, number=target.number, time=now(), versions=versions(),
+            plan=plan_in_short(self.runtime.plan), ranks=tuple(infos), client_state=self.contents.client_state,
+            client=client, **self.contents.manifest,
+        )  # fmt: skip
                 publish_checkpoint(
                     self.request.directory, manifest, latest=self.request.latest, checked=bool(target.outdated)
                 )
 
         with self._removed_on_failure(target):
             ask("manifest of a checkpoint", job)
-
-    def _manifest(self, target: SaveTarget, infos: list[FileInfo], client: FileInfo | None) -> Manifest:
-        return Manifest(
-            id=target.id, tag=self.request.tag, number=target.number,
-            time=now(), versions=versions(),
-            plan=plan_in_short(self.runtime.plan), ranks=tuple(infos), client_state=self.contents.client_state,
-            client=client, **self.contents.manifest,
-        )  # fmt: skip
 
     def _removed_on_failure(self, target: SaveTarget) -> ExitStack:
         """Return a block that removes the save's files when it fails, unless they are a checkpoint already. Only rank 0

@@ -285,7 +285,8 @@ class ActivationTier:
                 self._staged[kept.number] = kept
             down = self._device.copy(kept.values, flat)
             kept.begin_down(down)
-            self._remember(tensor, saved)
+            storage = tensor.untyped_storage()
+            self._known[storage.data_ptr()] = StorageWeakRef(storage), _look(tensor), weakref.ref(saved)
             self._write_behind()
             if not self._overlap:
                 self._device.arrived(down)
@@ -490,10 +491,6 @@ class ActivationTier:
             return None
         storage, look, saved = found
         return saved() if not storage.expired() and look == _look(tensor) else None
-
-    def _remember(self, tensor: Tensor, saved: SavedTensor) -> None:
-        storage = tensor.untyped_storage()
-        self._known[storage.data_ptr()] = StorageWeakRef(storage), _look(tensor), weakref.ref(saved)
 
     def _alive(self) -> None:
         if self._closed:

@@ -81,7 +81,9 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
     kind = type(optimizer)
     if _is_coded(optimizer):
         return _from_bitsandbytes(optimizer)
-    native = _own_rule_of(optimizer)
+    # The rule with the arithmetic of a torch optimizer; None if torch has to step it.
+    muon = update_rules.steps_as(optimizer, torch.optim.Muon)
+    native = MuonRule() if muon else update_rules.native_rule_of(optimizer)
     if optimizer.state and native is None:
         raise ConfigError(
             f"optimizer {kind.__name__} has states of whole parameters already: pass it to initialize() before its "
@@ -230,13 +232,6 @@ def _from_bitsandbytes(optimizer: Any) -> Chosen:
 
 # What its manager may tell of a parameter that is the group's, or everybody's, here.
 _TOLD = ("lr", "betas", "eps", "weight_decay", "min_8bit_size", "max_unorm", "skip_zeros")
-
-
-def _own_rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """Return the rule with the arithmetic of a torch optimizer; None if torch has to step it."""
-    if update_rules.steps_as(optimizer, torch.optim.Muon):
-        return MuonRule()
-    return update_rules.native_rule_of(optimizer)
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:

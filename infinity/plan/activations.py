@@ -163,7 +163,7 @@ def stage_activations(blocks: BlockActivations, place: PipelinePlace) -> StageAc
     split = any(action.kind is ActionKind.BACKWARD_INPUT for action in actions)
     behind = [buffers + round(held) for held in held_behind(actions, whole, deferred)]
     moments_of = [
-        ActionBytes(action, before, max(after, before + (working[action.stage] if _is_backward(action) else 0)), after)
+        ActionBytes(action, before, max(after, before + working[action.stage] * action.kind.sends_backward), after)
         for action, before, after in zip(actions, [buffers, *behind], behind, strict=False)
     ]
     return StageActivations(
@@ -200,10 +200,6 @@ def sent_nbytes(blocks: BlockActivations, place: PipelinePlace) -> int:
         and action.stage != ends[action.kind is ActionKind.FORWARD]
     ]  # fmt: skip
     return len(crossing) * blocks.boundary_nbytes
-
-
-def _is_backward(action: Action) -> bool:
-    return action.kind.sends_backward
 
 
 def _messages(place: PipelinePlace) -> int:

@@ -243,7 +243,7 @@ def _proposals(config: ResolvedConfig, group_numel: int) -> Iterator[dict[str, A
     yield {**cpu_params, **nvme_states}
     yield {**nvme_params, **nvme_states}
     yield {**nvme_params, **nvme_states, f"{_GRADIENTS}.device": "auto"}
-    for by_budget in (_by_budget(), {**_by_budget(), **_nvme_path(config)}):
+    for by_budget in (_by_budget(), {**_by_budget(), f"{_OPTIMIZER}.nvme_path": _drive(config)}):
         yield by_budget
         for numel in _LIVE_NUMELS:
             yield {**by_budget, _LIVE: numel, _AHEAD: numel // 8}
@@ -260,10 +260,6 @@ def _nvme(config: ResolvedConfig, *sections: str) -> dict[str, Any]:
         path = getattr(getattr(config.zero, name), "nvme_path", None)
         keys |= {f"{_ZERO}.{name}.device": "nvme", f"{_ZERO}.{name}.nvme_path": path or _drive(config)}
     return keys
-
-
-def _nvme_path(config: ResolvedConfig) -> dict[str, Any]:
-    return {f"{_OPTIMIZER}.nvme_path": _drive(config)}
 
 
 def _drive(config: ResolvedConfig) -> tuple[str, ...]:

@@ -263,7 +263,7 @@ def _match(root: ModuleNode, styles: Mapping[str, str], given: Collection[str]) 
     A style that is not served is refused where it is given, or names something in this model.
     """
     ordered = sorted(styles, key=lambda pattern: pattern.count("*"))
-    matchers = [(re.compile(_regex(pattern)), pattern) for pattern in ordered]
+    matchers = [(re.compile(re.escape(pattern).replace(r"\*", r"\d+")), pattern) for pattern in ordered]
     names = [path for node in root.walk() for path in (node.path, *(dotted(node.path, name) for name in node.params))]
     found: dict[str, str] = {}
     used = set()
@@ -283,10 +283,6 @@ def _match(root: ModuleNode, styles: Mapping[str, str], given: Collection[str]) 
                 + (f"; did you mean {near[0]!r}?" if near else "")
             )
     return found
-
-
-def _regex(pattern: str) -> str:
-    return re.escape(pattern).replace(r"\*", r"\d+")
 
 
 def _check_style(name: str, style: str) -> None:
