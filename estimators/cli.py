@@ -110,7 +110,11 @@ def _width() -> int:
 
 def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     """The answer as text and as data, the estimate to draw, and whether it fits."""
-    model, machine = described(_model(args)).with_adapters(_lora(args)), _machine(args)
+    model = described(_model(args))
+    if args.lora is None and args.lora_targets is not None:
+        raise ConfigError("--lora-targets names the layers of adapters: give their rank, too, as --lora 16")
+    lora = None if args.lora is None else Lora.of(args.lora, args.lora_targets)
+    model, machine = model.with_adapters(lora), _machine(args)
     searches = args.fit or args.max or (args.config is None and not args.compare and machine.known)
     _refuse_idle(args, searches)
     options: dict[str, Any] = {
@@ -139,17 +143,21 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         text = lead + (advised(advice, ways) if args.fit else chosen(choice, ways))
         found = {**_choice(choice), "ways_out": {words: _choice(way) for words, way in ways}} if args.json else None
         return text, found, choice.estimate, choice.estimate.fits
+
+    def sized(config: str) -> Estimate:
+        return estimate(
+            model, config, machine=machine, checkpointing=bool(args.checkpointing),
+            tiled_loss=bool(args.tiled_loss), tiled_mlps=bool(args.tiled_mlps), **options,
+        )  # fmt: skip
+
     if args.config is None:
-        rows = _compared(args, wish)
+        rows = [(Path(path).stem, sized(path)) for path in args.compare] if args.compare else [*usual(wish)]
         data = [{"name": name, **found.as_dict()} for name, found in rows] if args.json else None
         title = "" if args.compare else "parameters, optimizer"
         table = compare_estimates(rows, title=title, width=_width())
         text = "\n".join([_compared_model(args, rows), "", table, *_hints(args, wish, rows[-1][1])])
         return text, data, rows[0][1], all(found.fits for _, found in rows)
-    single = estimate(
-        model, args.config, machine=machine, checkpointing=bool(args.checkpointing),
-        tiled_loss=bool(args.tiled_loss), tiled_mlps=bool(args.tiled_mlps), **options,
-    )  # fmt: skip
+    single = sized(args.config)
     near = None if single.fits or not machine.known else nearest(single, wish)
     told = single.as_dict() if args.json else None
     if told is not None and not single.fits:
@@ -196,22 +204,6 @@ def _save(choice: Choice, path: str | None, *, found: bool) -> None:
         print(f"infinity-estimate: {path} is written. {' '.join(to_choose(choice))}", file=sys.stderr)
     elif path is not None:
         print(f"infinity-estimate: nothing fits, and {path} is not written", file=sys.stderr)
-
-
-def _compared(args: argparse.Namespace, wish: Wish) -> list[tuple[str, Estimate]]:
-    """Named estimates: of the files that are given, or of the usual placements."""
-    if not args.compare:
-        return [*usual(wish)]
-    return [
-        (
-            Path(path).stem,
-            estimate(
-                wish.model, path, machine=wish.machine, checkpointing=bool(args.checkpointing),
-                tiled_loss=bool(args.tiled_loss), tiled_mlps=bool(args.tiled_mlps), **wish.options,
-            ),
-        )
-        for path in args.compare
-    ]  # fmt: skip
 
 
 def _compared_model(args: argparse.Namespace, rows: Sequence[tuple[str, Estimate]]) -> str:
@@ -373,13 +365,6 @@ def _machine(args: argparse.Namespace) -> Machine:
     if said.known or not (args.fit or args.max):
         return said
     return Machine.here(Path(args.nvme_path or ""), accelerator=not args.no_gpu)
-
-
-def _lora(args: argparse.Namespace) -> Lora | None:
-    """The adapters that are asked for."""
-    if args.lora is None and args.lora_targets is not None:
-        raise ConfigError("--lora-targets names the layers of adapters: give their rank, too, as --lora 16")
-    return None if args.lora is None else Lora.of(args.lora, args.lora_targets)
 
 
 def _model(args: argparse.Namespace) -> str | Mapping[str, Any]:

@@ -19,6 +19,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -627,7 +628,8 @@ def _estimated(
 ) -> Estimate:
     """Make the plan of each place on the pipeline axis."""
     root = model.tree(config.compute_dtype)
-    axis = _axis(model, root, config)
+    parallel = config.sections.parallel
+    axis = _planned_axis(model, root, size=config.tensor, sequence=parallel.sequence, given=parallel.plan)
     node = axis.divide(root)
     asked = PlanInputs(
         node=node, config=config, topology=Topology.of(config), accelerator=machine.accelerator,
@@ -684,11 +686,6 @@ def tensor_axis(model: Described, root: ModuleNode, size: int) -> TensorAxis:
     return _planned_axis(model, root, size=size, sequence=False, given=None)
 
 
-def _axis(model: Described, root: ModuleNode, config: ResolvedConfig) -> TensorAxis:
-    section = config.sections.parallel
-    return _planned_axis(model, root, size=config.tensor, sequence=section.sequence, given=section.plan)
-
-
 def _planned_axis(
     model: Described, root: ModuleNode, *, size: int, sequence: bool, given: Mapping[str, str] | None
 ) -> TensorAxis:
@@ -710,7 +707,7 @@ def _with_sizes(config: Any, sizes: Mapping[str, int | str | None]) -> Config:
     loaded = load_config(config)
     axes = {"parallel.tensor": tensor_sizes(loaded), "parallel.pipeline": pipeline_sizes(loaded)}
     for path, value in sizes.items():
-        given = {path: _value(loaded, path)} if path in loaded.provenance.given else {}
+        given = {path: attrgetter(path)(loaded)} if path in loaded.provenance.given else {}
         named = axes.get(path, given)
         # One rank along an axis is none: nothing has to be said of it.
         if value is None or set(named.values()) == {value} or (path in axes and value == 1 and not named):
@@ -724,13 +721,6 @@ def _with_sizes(config: Any, sizes: Mapping[str, int | str | None]) -> Config:
         source = replace(loaded.provenance, given={**loaded.provenance.given, path: value})
         loaded = replaced(loaded, path, value).from_source(source)
     return loaded
-
-
-def _value(config: Config, path: str) -> Any:
-    found: Any = config
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _resolved(model: Described, config: Any, ranks: int, local: int) -> ResolvedConfig:

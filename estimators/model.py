@@ -368,7 +368,8 @@ def described(source: Any) -> Described:
         if isinstance(source, str) and _is_id(source) and not os.path.exists(path.parent):
             path = _cached(source)
             return Described(source.rpartition("/")[2], values=_read(path))
-        return Described(_name(path), values=_read(path))
+        named = Path(os.path.realpath(path)).parent if path.name == "config.json" else path
+        return Described(named.name, values=_read(path))
     if hasattr(source, "named_modules"):
         config = getattr(source, "config", None)
         values = config.to_dict() if config is not None and hasattr(config, "to_dict") else None
@@ -405,10 +406,6 @@ def _cached(model_id: str) -> Path:
             f"{name}. Nothing is downloaded for you"
         )
     return found
-
-
-def _name(path: Path) -> str:
-    return Path(os.path.realpath(path)).parent.name if path.name == "config.json" else path.name
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -65,27 +65,20 @@ def format_report(found: Estimate, near: Near | None = None) -> str:
     """Everything that one estimate says; `near`: of one that does not fit, the nearest configuration that does."""
     lines = headline(found)
     if found.excess:
-        lines += ["", f"It does not fit: {_excess(found)}.", *_missing(found), *(_nearest(near) if near else [])]
+        excess = (f"{format_bytes(nbytes)} too much {_place(found, tier)}" for tier, nbytes in found.excess.items())
+        lines += ["", f"It does not fit: {', '.join(excess)}.", *_missing(found)]
+        if near:
+            time = near.estimate.outline
+            lines += [
+                "",
+                f"The nearest that fits takes {duration(time.seconds)} a step, "
+                f"{time.tokens_a_second * near.estimate.plan.topology.dp:,.0f} tokens/s, with these keys changed. "
+                + _summary(near.estimate),
+                as_json(near.keys),
+            ]
     elif found.machine.known:
         lines += ["", f"It fits{'' if found.activations else ' as far as is known'}. {_summary(found)}"]
     return "\n".join([*lines, "", *tables(found), "", *_activations(found), *_step(found), *_notes(found)])
-
-
-def _excess(found: Estimate) -> str:
-    return ", ".join(
-        f"{format_bytes(nbytes)} too much {_place(found, tier)}" for tier, nbytes in found.excess.items()
-    )
-
-
-def _nearest(near: Near) -> list[str]:
-    time = near.estimate.outline
-    return [
-        "",
-        f"The nearest that fits takes {duration(time.seconds)} a step, "
-        f"{time.tokens_a_second * near.estimate.plan.topology.dp:,.0f} tokens/s, with these keys changed. "
-        + _summary(near.estimate),
-        as_json(near.keys),
-    ]
 
 
 def headline(found: Estimate) -> list[str]:
@@ -203,7 +196,12 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def compare_estimates(rows: Sequence[tuple[str, Estimate]], *, title: str = "", width: int = WIDTH) -> str:
     """Several estimates side by side, one a line: the most that each tier holds, and the step."""
     first = rows[0][1]
-    differing = _differing([found for _, found in rows])
+    # Columns for what the comparison mixes.
+    columns: dict[str, Callable[[Estimate], str]] = {
+        "batch": lambda each: f"{each.work.batch} x {each.accumulation}",
+        "precision": lambda each: each.config.compute_dtype,
+    }
+    differing = {name: own for name, own in columns.items() if len({own(found) for _, found in rows}) > 1}
     cells = [[title, *(tier_name(first, tier, short=True) for tier in first.tiers), "step", "tokens/s", *differing]]
     bounds = ["bound by"]
     for name, found in rows:
@@ -224,15 +222,6 @@ def compare_estimates(rows: Sequence[tuple[str, Estimate]], *, title: str = "", 
     return "\n".join(lines)
 
 
-def _differing(found: Sequence[Estimate]) -> dict[str, Callable[[Estimate], str]]:
-    """Columns for what a comparison mixes."""
-    columns: dict[str, Callable[[Estimate], str]] = {
-        "batch": lambda each: f"{each.work.batch} x {each.accumulation}",
-        "precision": lambda each: each.config.compute_dtype,
-    }
-    return {name: own for name, own in columns.items() if len({own(each) for each in found}) > 1}
-
-
 def chosen(choice: Choice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
     """A found configuration: whether it fits, what it is, and what it takes; `ways`: what else would fit."""
     found = choice.estimate
@@ -244,7 +233,12 @@ def chosen(choice: Choice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
         lines += ["", "It does not fit, and no other placement that was tried does. What lacks the least is shown.", ""]
         lines += _missing(found)
         lines += [f"It would fit with {words}: {_one_line(way)}. {_summary(way.estimate)}" for words, way in ways]
-    lines += ["", *tables(found), "", _reserved(found)]
+    device = f"{format_bytes(CONTEXT_NBYTES)} and {100 * GAPS:.0f} % of an accelerator for its context and allocator, "
+    reserved = (
+        f"Set aside: {device if found.machine.accelerator else ''}{format_bytes(SYSTEM_NBYTES)} of a node's memory and "
+        f"{format_bytes(PROCESS_NBYTES)} for each process, {100 * DRIVE_SHARE:.0f} % of a drive."
+    )
+    lines += ["", *tables(found), "", reserved]
     return "\n".join([*lines, *_activations(found), *_step(found), *_notes(found)])
 
 
@@ -390,14 +384,6 @@ def _missing(found: Estimate) -> list[str]:
                 name = f"{kind.label} ({found.plan.request.grad_dtype})" if kind is Kind.GRAD else kind.label
                 lines.append(f"Of what is too much {_place(found, tier)}, {name} are {format_bytes(held)}: {why}.")
     return lines
-
-
-def _reserved(found: Estimate) -> str:
-    device = f"{format_bytes(CONTEXT_NBYTES)} and {100 * GAPS:.0f} % of an accelerator for its context and allocator, "
-    return (
-        f"Set aside: {device if found.machine.accelerator else ''}{format_bytes(SYSTEM_NBYTES)} of a node's memory and "
-        f"{format_bytes(PROCESS_NBYTES)} for each process, {100 * DRIVE_SHARE:.0f} % of a drive."
-    )
 
 
 def _activations(found: Estimate) -> list[str]:

@@ -303,7 +303,10 @@ def search(wish: Wish) -> Choice:
         return min(unchanged or fitting, key=lambda choice: choice.seconds * choice.handicap)
     if not others:
         # All were left out for their states alone: the one that needs least nearby says what is missing.
-        others = [*_varied(_planned(wish, [_outermost(wish)]), wish.near)]
+        limits = wish.limits
+        tier = Tier.CPU if limits.nvme is None else Tier.NVME
+        share = _LIVE_SHARES[-1] if limits.gpu is not None else None
+        others = [*_varied(_planned(wish, [_config(wish, (3, tier, tier), limits, share)]), wish.near)]
     return min(others, key=lambda choice: choice.lacking)
 
 
@@ -600,13 +603,6 @@ def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]
         yield from found
 
 
-def _outermost(wish: Wish) -> dict[str, Any]:
-    """What needs the least of the fast tiers."""
-    limits = wish.limits
-    tier = Tier.CPU if limits.nvme is None else Tier.NVME
-    return _config(wish, (3, tier, tier), limits, _LIVE_SHARES[-1] if limits.gpu is not None else None)
-
-
 def config_of(wish: Wish, placed: Placed) -> dict[str, Any]:
     """Return the configuration of a placement, with nothing in it that is not needed."""
     return _config(wish, placed, Capacity(), None)
@@ -633,17 +629,14 @@ def _config(
     more = {"adjust_lr_fn": "match_rms_adamw"} if wish.optimizer == "Muon" else {}
     optimizer = {"type": wish.optimizer, "params": {"lr": wish.rate, **more}}
     axes = {"parallel": wish.parallel} if wish.parallel else {}
-    steps = wish.options.get("micro_batches") or _micro_batches(wish)
+    # So many leave a pipeline's bubble small, and all schedules take them.
+    usual = _MICRO_BATCHES_A_RANK * wish.pipeline if wish.pipeline > 1 else 1
+    steps = wish.options.get("micro_batches") or usual
     accumulated = {"gradient_accumulation_steps": steps} if steps > 1 else {}
     return {
         "train_micro_batch_size_per_gpu": micro, **accumulated, **precision, **axes, "optimizer": optimizer,
         "zero_optimization": zero,
     }  # fmt: skip
-
-
-def _micro_batches(wish: Wish) -> int:
-    """Micro-batches of a step that leave a pipeline's bubble small; all schedules take so many."""
-    return _MICRO_BATCHES_A_RANK * wish.pipeline if wish.pipeline > 1 else 1
 
 
 def states_nbytes_of(
@@ -717,6 +710,9 @@ def fit_axes(wish: Wish) -> list[Choice]:
     found: list[Choice] = []
     planned: dict[tuple[int, int, int], int] = {}
     done: set[tuple[int, int, int]] = set()
+    # The options that no configuration says.
+    names = ("ranks", "ranks_per_node", "sequence", "profile")
+    others = {name: wish.options[name] for name in names if name in wish.options}
     candidates = sorted(_Model(wish).candidates(), key=lambda each: -each.tokens_a_second)
     for each in candidates:
         axes = each.layout.axes
@@ -725,18 +721,12 @@ def fit_axes(wish: Wish) -> list[Choice]:
             continue
         planned[axes] = count + 1
         config = _with_axes(wish, each)
-        made = estimate(wish.model, config, machine=wish.machine, **_others(wish))
+        made = estimate(wish.model, config, machine=wish.machine, **others)
         choice = Choice(config, made.with_tiles(each.sparing.tiled_loss, each.sparing.tiled_mlps))
         if choice.estimate.fits:
             found.append(choice)
             done.add(axes)
     return sorted(found, key=lambda choice: -tokens_a_second(choice))
-
-
-def _others(wish: Wish) -> dict[str, Any]:
-    """The options that no configuration says."""
-    names = ("ranks", "ranks_per_node", "sequence", "profile")
-    return {name: wish.options[name] for name in names if name in wish.options}
 
 
 def _with_axes(wish: Wish, each: _Candidate) -> dict[str, Any]:

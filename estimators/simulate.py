@@ -20,7 +20,7 @@ from itertools import accumulate
 from estimators.resources import Flag, Job, Process, QueueKey, Resource, ResourceQueues, TimedArena
 from estimators.traffic import copied_specs, kept_nbytes, landings, nvme_specs, old_nbytes, states_that_move, uses
 from infinity.plan.activations import OffloadedCheckpoints
-from infinity.plan.layout import Slice, SubGroup, UnitLayout
+from infinity.plan.layout import Slice, SubGroup
 from infinity.plan.orders import ReadyQueue
 from infinity.plan.partitions import SOON_UNITS, STEP_READS, STEP_WINDOW, first_reads
 from infinity.plan.plan import Plan
@@ -582,7 +582,13 @@ def coarsen(plan: Plan) -> Coarsened:
         return Coarsened(plan, tuple(blocks), 1.0)
     blocks = _blocks(plan)
     block_of = {unit: at for at, units in enumerate(blocks) for unit in units}
-    layouts = tuple(_layout(plan, at, units) for at, units in enumerate(blocks))
+    layouts = tuple(
+        replace(
+            plan.layouts[units[0]], index=at, slots=(), modules=(),
+            numel=sum(plan.layouts[unit].numel for unit in units),
+        )
+        for at, units in enumerate(blocks)
+    )  # fmt: skip
     specs = {spec.key: spec for spec in plan.partitions}
     partitions: list[PartitionSpec] = []
     for at, units in enumerate(blocks):
@@ -642,12 +648,6 @@ def _groups(plan: Plan) -> list[list[SubGroup]]:
             found.append([group])
         seen = kind
     return found
-
-
-def _layout(plan: Plan, index: int, units: Sequence[int]) -> UnitLayout:
-    first = plan.layouts[units[0]]
-    numel = sum(plan.layouts[unit].numel for unit in units)
-    return replace(first, index=index, slots=(), modules=(), numel=numel)
 
 
 def _together(specs: Sequence[PartitionSpec], index: int) -> PartitionSpec:

@@ -467,7 +467,8 @@ def predict_pipeline(
     message = boundary_nbytes / (profile.network_rate or ASSUMED.network_rate or 1.0)
     times = time_tables(part.split.tables, actions, message_seconds=message)
     ends = [spans[-1][1] + rest for spans, (_, rest) in zip(times.spans, seconds, strict=True)]
-    slowest = max(range(len(plans)), key=lambda index: _busy(seconds[index], part.split.micro_batches))
+    busy = [each * part.split.micro_batches + rest for each, rest in seconds]
+    slowest = max(range(len(plans)), key=busy.__getitem__)
     own = work[slowest]
     step = predict(
         flat[slowest], profile, tokens=tokens, flops=_flops(own), accumulation=part.split.micro_batches,
@@ -508,11 +509,6 @@ def _alone(plan: Plan, profile: HardwareProfile, tokens: int, own: RankWork) -> 
 
 def _flops(own: RankWork) -> float:
     return sum(stage.total for stage in own.stages)
-
-
-def _busy(seconds: tuple[float, float], micro_batches: int) -> float:
-    each, rest = seconds
-    return each * micro_batches + rest
 
 
 def _action_seconds(

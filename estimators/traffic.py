@@ -7,6 +7,7 @@ follow from sizes: what is gathered, reduced, copied and stepped.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -65,7 +66,10 @@ def traffic(
     """
     count = _Count(plan)
     passes = accumulation if plan.pipeline is None else 1
-    for unit, times in _gathers(plan).items():
+    gathers: Counter[int] = Counter()
+    for _, unit, gathered in uses(plan):
+        gathers[unit] += gathered
+    for unit, times in gathers.items():
         count.gather(unit, times * passes)
     count.gradients(accumulation)
     count.steps()
@@ -140,13 +144,6 @@ def kept_nbytes(plan: Plan) -> int:
     """Bytes of the others in memory."""
     specs = nvme_specs(plan, Kind.STATES)
     return sum(specs[index].nbytes for index in plan.kept())
-
-
-def _gathers(plan: Plan) -> dict[int, int]:
-    times: dict[int, int] = {}
-    for _, unit, gathered in uses(plan):
-        times[unit] = times.get(unit, 0) + gathered
-    return times
 
 
 class _Count:

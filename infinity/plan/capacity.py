@@ -111,19 +111,17 @@ def within(
     whether the plan fills what it is given; where no limit is configured, it then leaves `BUDGET_SHARE` free. reserved:
     free bytes that activations and the process itself will take; they do not reduce a configured limit.
     """
-    return _within(limits, free, ranks, accelerator, by_budget).least(free.left(reserved))
-
-
-def _within(limits: Memory, free: Capacity, ranks: int, accelerator: bool, by_budget: bool) -> Capacity:
     usual = BUDGET_SHARE if by_budget else None
     gpu, cpu = limits.gpu.max_bytes or usual, limits.cpu.max_bytes or usual
     nvme = _capped(free.nvme, limits.nvme.max_bytes, ranks)
     if accelerator:
-        return Capacity(gpu=_capped(free.gpu, gpu, 1), cpu=_capped(free.cpu, cpu, ranks), nvme=nvme)
-    process = _capped(free.process, cpu, ranks)
-    if limits.gpu.max_bytes is None:
-        return Capacity(process=process, nvme=nvme)
-    return Capacity(gpu=_capped(free.process, gpu, 1), cpu=process, process=free.process, nvme=nvme)
+        found = Capacity(gpu=_capped(free.gpu, gpu, 1), cpu=_capped(free.cpu, cpu, ranks), nvme=nvme)
+    else:
+        process = _capped(free.process, cpu, ranks)
+        found = Capacity(process=process, nvme=nvme)
+        if limits.gpu.max_bytes is not None:
+            found = Capacity(gpu=_capped(free.process, gpu, 1), cpu=process, process=free.process, nvme=nvme)
+    return found.least(free.left(reserved))
 
 
 def _capped(free: int | None, limit: int | Share | None, sharers: int) -> int | None:

@@ -85,15 +85,12 @@ def less_activations(inputs: PlanInputs) -> str:
     elif Tier.named(config.checkpoint_tier).on_device:
         ways.append('keep the inputs of recomputed blocks elsewhere (activation_checkpointing.offload.device = "nvme")')
     ways.append("run MLPs and the loss in tiles (infinity.tile_sequence)" if blocks else "shorten the inputs")
-    return f"{', or '.join(ways)}.{_fewer_in_flight(inputs)}"
-
-
-def _fewer_in_flight(inputs: PlanInputs) -> str:
-    """What a pipeline can do to have fewer micro-batches in flight."""
-    schedule = inputs.config.sections.parallel.schedule
-    if inputs.cut is None or schedule == "1f1b":
-        return ""
-    return f" Of the schedules, \"1f1b\" has the fewest micro-batches in flight; parallel.schedule is \"{schedule}\"."
+    found = f"{', or '.join(ways)}."
+    schedule = config.sections.parallel.schedule
+    if inputs.cut is not None and schedule != "1f1b":
+        fewest = 'Of the schedules, "1f1b" has the fewest micro-batches in flight'
+        found += f' {fewest}; parallel.schedule is "{schedule}".'
+    return found
 
 
 def fits_without_activations(inputs: PlanInputs, plan: Plan) -> bool:

@@ -63,27 +63,22 @@ def left_nbytes(
     # By shapes of a unit's gradients: what of them stays with the allocator.
     pooled: dict[tuple[int, ...], int] = {}
     for position, unit in enumerate(trace):
-        own = _nbytes(layouts[unit])
+        layout = layouts[unit]
+        own = layout.numel * DTYPE_NBYTES[layout.dtype] if layout.trainable else 0
         waiting += own if position == first[unit] else 0
         again = 2 * own if first[unit] < position else 0
-        pieces = _pieces(layouts[unit])
+        # Bytes of each parameter's gradient.
+        pieces = tuple(slot.numel * DTYPE_NBYTES[layout.dtype] for slot in layout.slots if layout.trainable)
         # What travels has not come back to the allocator.
         before = max((nbytes for shapes, nbytes in pooled.items() if shapes not in (pieces, sent)), default=0)
         left.append(waiting + again + travelling + before)
         if position == last[unit]:
             waiting -= own
-            if layouts[unit].trainable:
-                travels = wire is not None and travels_alone(layouts[unit], wire)
+            if layout.trainable:
+                travels = wire is not None and travels_alone(layout, wire)
                 travelling, sent = (own, pieces) if travels else (0, ())
         pooled[pieces] = allocator.pooled_nbytes(pieces)
     return tuple(left)
-
-
-def _pieces(layout: UnitLayout) -> tuple[int, ...]:
-    """Bytes of each parameter's gradient."""
-    if not layout.trainable:
-        return ()
-    return tuple(slot.numel * DTYPE_NBYTES[layout.dtype] for slot in layout.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +145,6 @@ def _down_nbytes(
             kept = DTYPE_NBYTES[grad_dtype] if accumulates or arriving != grad_dtype else 0
             largest = max(largest, layout.partition_numel(placed.parts) * (left + kept))
     return 2 * largest
-
-
-def _nbytes(layout: UnitLayout) -> int:
-    return layout.numel * DTYPE_NBYTES[layout.dtype] if layout.trainable else 0
 
 
 class Room(NamedTuple):

@@ -89,7 +89,10 @@ def make_schedule(
     """
     at = [position for position, use in enumerate(uses) if use.needed]
     if timing is not None and len(at) < len(uses):
-        timing = replace(timing, use_seconds=_until_next(timing.use_seconds, at))
+        # From each of these positions to the next of them.
+        sums = [0.0, *accumulate(timing.use_seconds)]
+        seconds = tuple(sums[end] - sums[begin] for begin, end in pairwise([*at, len(timing.use_seconds)]))
+        timing = replace(timing, use_seconds=seconds)
     trace = [uses[position].unit for position in at]
     ahead, reads, keep, peak = _simulate(trace, full_nbytes, fetch_nbytes, budget, timing)
     none: tuple[int, ...] = ()
@@ -97,12 +100,6 @@ def make_schedule(
         uses=tuple(uses), gather_ahead=_spread(ahead, at, len(uses), none),
         fetch_ahead=_spread(reads, at, len(uses), none), keep=_spread(keep, at, len(uses), False), peak_nbytes=peak,
     )  # fmt: skip
-
-
-def _until_next(seconds: Sequence[float], at: Sequence[int]) -> tuple[float, ...]:
-    """Seconds from each of these positions to the next of them."""
-    sums = [0.0, *accumulate(seconds)]
-    return tuple(sums[end] - sums[begin] for begin, end in pairwise([*at, len(seconds)]))
 
 
 def _spread(values: Sequence[_Value], at: Sequence[int], count: int, otherwise: _Value) -> tuple[_Value, ...]:

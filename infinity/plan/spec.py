@@ -216,18 +216,17 @@ class UnitRules:
             return False
         lists = [child for child in node.children.values() if child.is_container]
         experts = [child.class_name for child in node.called() if _EXPERT.search(child.class_name)]
+        named = any(
+            each.leaf
+            or each.class_name in self.leaf_classes
+            or each.path in self.leaf_names
+            or each.path.endswith(self.leaf_suffixes or ("\0",))
+            for each in (node, *lists)
+        )
         return (
-            any(self._is_named(candidate) for candidate in (node, *lists))
+            named
             or _DATA_DEPENDENT.search(node.class_name) is not None
             or len(experts) != len(set(experts))
-        )
-
-    def _is_named(self, node: ModuleNode) -> bool:
-        return (
-            node.leaf
-            or node.class_name in self.leaf_classes
-            or node.path in self.leaf_names
-            or node.path.endswith(self.leaf_suffixes or ("\0",))
         )
 
 

@@ -322,9 +322,12 @@ def split_model(spec: ModelSpec, cut: StageCut, *, pp: int, schedule: str, micro
     weights that some of the ranks between the first and the last share.
     """
     stages = tuple(
-        tuple(sorted({stage for param in unit.params for stage in _stages_of(param.name, param.tied, cut)}))
+        tuple(sorted({
+            stage for param in unit.params for name in (param.name, *param.tied)
+            for stage in cut.stages_at(name.rpartition(".")[0])
+        }))
         for unit in spec.units
-    )
+    )  # fmt: skip
     for unit, needed in zip(spec.units, stages, strict=True):
         if {stage % pp for stage in needed} not in ({needed[0] % pp}, {0, pp - 1}, {*range(pp)}):
             raise ConfigError(
@@ -340,11 +343,6 @@ def split_model(spec: ModelSpec, cut: StageCut, *, pp: int, schedule: str, micro
         tables=make_tables(schedule, pp, micro_batches, len(cut.counts) // pp), stages=stages,
         units=tuple(spec.units), uses=tuple(used[stage] for stage in range(len(cut.counts))),
     )  # fmt: skip
-
-
-def _stages_of(name: str, tied: Sequence[str], cut: StageCut) -> Iterator[int]:
-    for each in (name, *tied):
-        yield from cut.stages_at(each.rpartition(".")[0])
 
 
 def part_of(spec: ModelSpec, part: PipelinePart) -> ModelSpec:

@@ -318,10 +318,12 @@ def _plan_module(draft: _Draft, node: ModuleNode, found: Mapping[str, str]) -> N
     if role is None or style is None:
         return
     draft.roles[node.path] = role
-    if role is Role.EMBEDDING:
-        _plan_lookup(draft, node, style)
-        return
     weight = node.params.get("weight")
+    if role is Role.EMBEDDING:
+        if not node.class_name.endswith("Embedding") or weight is None:
+            raise ConfigError(_not_linear(node, style))
+        draft.cut(node.path, "weight", weight, 0)
+        return
     if not node.class_name.endswith("Linear") or weight is None or len(weight.shape) != 2:
         raise ConfigError(_not_linear(node, style))
     dim = _DIMS[role]
@@ -334,13 +336,6 @@ def _plan_module(draft: _Draft, node: ModuleNode, found: Mapping[str, str]) -> N
     else:
         # It is added after the sum, alike on all ranks.
         draft.give(node.path, bias, None, Replica.SAME)
-
-
-def _plan_lookup(draft: _Draft, node: ModuleNode, style: str) -> None:
-    weight = node.params.get("weight")
-    if not node.class_name.endswith("Embedding") or weight is None:
-        raise ConfigError(_not_linear(node, style))
-    draft.cut(node.path, "weight", weight, 0)
 
 
 def _not_linear(node: ModuleNode, style: str) -> str:
