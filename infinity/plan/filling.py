@@ -17,7 +17,7 @@ Table = dict[Tier, dict[Kind, int]]
 
 def initial_nbytes(plan: Plan, *, model_dtype: str, model_nbytes_max: int | None) -> int:
     """Bytes in CPU memory (in all memory of a machine without accelerator) at the busiest moment of `INITIALISE`."""
-    table = initialise(plan, model_dtype, model_nbytes_max)
+    table = initialise(plan, model_dtype, model_nbytes_max, built=True)
     return in_process(table, accelerator=plan.request.accelerator)
 
 
@@ -27,12 +27,14 @@ def in_process(table: Mapping[Tier, Mapping[Kind, int]], *, accelerator: bool) -
     return sum(sum(table[tier].values()) for tier in tiers)
 
 
-def initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> Table:
+def initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None, *, built: bool = False) -> Table:
     """The busiest moment of memory. The model's own memory goes unit by unit, in the order in which partitions are
     filled. With an accelerator each tier has a busiest moment of its own: the others only fill, and are full at the
     end.
+
+    built: the model is there. While it is being built, its largest parameter may be whole in memory.
     """
-    filling = _Filling(plan, model_dtype, model_nbytes_max)
+    filling = _Filling(plan, model_dtype, model_nbytes_max, built)
     filling.note()
     for layout in plan.layouts:
         if not layout.trainable:
@@ -54,7 +56,7 @@ def initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> Ta
 class _Filling:
     """Partitions that have their values, and what is left of the model."""
 
-    def __init__(self, plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> None:
+    def __init__(self, plan: Plan, model_dtype: str, model_nbytes_max: int | None, built: bool) -> None:
         self._plan = plan
         self._specs = {spec.key: spec for spec in plan.partitions}
         self._filled: set[Key] = set()
@@ -74,9 +76,8 @@ class _Filling:
             largest = max((math.prod(slot.whole_shape) for layout in plan.layouts for slot in layout.slots), default=0)
             nbytes = largest * DTYPE_NBYTES[model_dtype]
             # One rank alone reads a parameter that is larger in parts; several exchange it whole.
-            self._own_max = model_nbytes_max + (
-                nbytes if plan.topology.world_size > 1 else min(nbytes, model_nbytes_max)
-            )
+            in_parts = built and plan.topology.world_size == 1
+            self._own_max = model_nbytes_max + (min(nbytes, model_nbytes_max) if in_parts else nbytes)
 
     def fill(self, *keys: Key) -> None:
         for key in keys:
