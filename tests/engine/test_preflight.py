@@ -121,7 +121,7 @@ def test_the_refusal_says_what_is_set_aside_and_what_was_taken(monkeypatch):
         infinity.initialize(model=small_llama(), config=config)
     text = str(caught.value)
     assert re.search(r"Free: 53\.\d MB of memory\. Of that is set aside: 50\.3 MB for what", text)
-    assert re.search(r"The process had \d+ MB before", text)
+    assert re.search(r"The process had [\d.]+ [MG]B before", text)
     assert "for what a process's first steps add" in text and "for activations (4 x 48, measured)" in text
 
 
