@@ -46,7 +46,9 @@ def extract(
     leaves out parameters that were not trained. tell: called with (bytes done, all bytes).
     """
     chosen = float_dtype(dtype)
-    description, tensors = _described(folder, saved), saved.tensors
+    # DeepSpeed writes down neither the model's class nor its configuration.
+    description = description_of(folder, saved) if isinstance(saved, Manifest) else Description("", aliases=saved.tied)
+    tensors = saved.tensors
     kept = {
         name: info
         for name, info in tensors.items()
@@ -90,13 +92,6 @@ class ExportSource(Protocol):
     def values(self, name: str, kind: str, start: int, numel: int) -> Tensor: ...
 
     def masters(self, name: str, start: int, numel: int) -> Tensor: ...
-
-
-def _described(folder: Path, saved: Manifest | DeepSpeedCheckpoint) -> Description:
-    if isinstance(saved, Manifest):
-        return description_of(folder, saved)
-    # DeepSpeed writes down neither the model's class nor its configuration.
-    return Description("", aliases=saved.tied)
 
 
 @contextmanager

@@ -55,6 +55,8 @@ BLOCK_NBYTES = SAVE_BLOCK_NBYTES
 PARAM, REMAINDER, MASTER, BUFFER = "param", "remainder", "master", "buffer"
 # Kinds of which a value belongs to a block of elements, and those in bytes.
 _SCALES, _CODES = ("absmax1", "absmax2"), ("state1", "state2")
+# Parameters and buffers are kept in the model's dtypes, these kinds in others than fp32.
+_DTYPE_OF_KIND = {REMAINDER: "int16", **dict.fromkeys(_CODES, "uint8")}
 # The largest number of a save; each save has a greater one than those before it.
 NUMBER_MAX = 2**62
 _BELOW = 2**63
@@ -389,7 +391,7 @@ def disagreement(arrays: Iterable[Array], tensors: Mapping[str, TensorInfo]) -> 
         info = tensors.get(array.tensor)
         if info is None or array.kind not in info.kinds:
             return f"it holds {shortened(array.tensor)} ({shortened(array.kind)}), of which the manifest says nothing"
-        wanted = _dtype_of(array.kind, info)
+        wanted = info.dtype if array.kind in (PARAM, BUFFER) else _DTYPE_OF_KIND.get(array.kind, "fp32")
         stop = array.start + array.numel
         if array.dtype != wanted:
             return f"it holds {array.tensor} ({array.kind}) as {array.dtype}, which is kept as {wanted}"
@@ -406,12 +408,6 @@ def disagreement(arrays: Iterable[Array], tensors: Mapping[str, TensorInfo]) -> 
             if stop > (numel := in_values(array.kind, info.shape, array.shard).numel):
                 return f"it holds elements up to {stop} of a shard of {array.tensor}, which has {numel}"
     return ""
-
-
-def _dtype_of(kind: str, info: TensorInfo) -> str:
-    if kind in (PARAM, BUFFER):
-        return info.dtype
-    return "int16" if kind == REMAINDER else "uint8" if kind in _CODES else "fp32"
 
 
 def block_of(kind: str) -> int:

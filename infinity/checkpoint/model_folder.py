@@ -289,7 +289,8 @@ def _as_stored(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, l
         with _NoCopies():
             saved = revert(model, dict(kept)) if revert is not None else kept
         places, others = _places(shadows, saved)
-        if others or _numel_of(places) != sum(tensor.numel() for tensor in kept.values()):
+        placed_numel = sum(torch.Size(place.shape).numel() for place in places)
+        if others or placed_numel != sum(tensor.numel() for tensor in kept.values()):
             raise ValueError(f"{len(others)} tensors are stored as no range of a tensor of the model")
     except Exception as error:
         logger.info("weights are exported under the names that they have in memory: %s", error)
@@ -297,10 +298,6 @@ def _as_stored(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, l
     if {place.name for place in places} == set(shadows) and all(place.name == place.source for place in places):
         return None
     return {"model": places}
-
-
-def _numel_of(places: Sequence[TensorLocation]) -> int:
-    return sum(torch.Size(place.shape).numel() for place in places)
 
 
 def _of_adapters(model: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Description:
@@ -313,7 +310,7 @@ def _of_adapters(model: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -
         prefix = "" if adapter == "default" else f"{plain_name(adapter)}/"
         base = config.base_model_name_or_path
         # "auto" would ask the hub about a base model that is not in a folder here.
-        look = "auto" if not base or os.path.isdir(base) else _targets_embeddings(model, config)
+        look = "auto" if not base or os.path.isdir(base) else _targets_embeddings(config)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
             saved = peft.get_peft_model_state_dict(
@@ -331,7 +328,7 @@ def _of_adapters(model: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -
     return Description(name, texts, None, weights)
 
 
-def _targets_embeddings(model: Any, config: Any) -> bool:
+def _targets_embeddings(config: Any) -> bool:
     layers = sys.modules["peft.utils.other"].EMBEDDING_LAYER_NAMES
     targets = getattr(config, "target_modules", None) or ()
     return not isinstance(targets, str) and any(name in targets for name in layers)

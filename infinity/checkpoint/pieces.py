@@ -94,17 +94,14 @@ def _pieces(plan: Plan, spec: PartitionSpec, index: int, tensor: int, *, shared:
         yield TensorSpan(spec.key, part, 0, spec.nbytes, tuple(arrays))
         return
     unit = max(CACHE_LINE, *(section.kind.block for section in spec.sections))
-    first, last = (_cut(numel, at, plan.topology.dp, unit) for at in (index, index + 1))
+    # A rank's share begins at a multiple of the unit.
+    dp = plan.topology.dp
+    first, last = (numel if at == dp else numel * at // dp // unit * unit for at in (index, index + 1))
     for section in spec.sections:
         width, own = DTYPE_NBYTES[section.dtype], section.kind.span(first, last - first)
         arrays = list(_arrays(plan, spec.key, section.kind.value, section.dtype, index, tensor, first, last, 0))
         begin = section.offset + own.start * width
         yield TensorSpan(spec.key, part, begin, (own.stop - own.start) * width, tuple(arrays))
-
-
-def _cut(numel: int, index: int, size: int, unit: int) -> int:
-    """Return where a rank's share of `numel` elements begins: at a multiple of `unit`."""
-    return numel if index == size else numel * index // size // unit * unit
 
 
 def _arrays(

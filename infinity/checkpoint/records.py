@@ -19,7 +19,7 @@ import base64
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -216,13 +216,7 @@ class RunFile(Written):
                 }
                 for piece in self.pieces
             ],
-            "tensors": {
-                name: {
-                    "shape": list(info.shape), "dtype": info.dtype, "trainable": info.trainable,
-                    "kinds": list(info.kinds),
-                }
-                for name, info in self.tensors.items()
-            },
+            "tensors": {name: asdict(info) for name, info in self.tensors.items()},
         }  # fmt: skip
 
     @classmethod

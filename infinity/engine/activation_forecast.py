@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,17 +163,14 @@ class _Tracker(TorchDispatchMode):
         key, nbytes = id(storage), storage.nbytes()
         number, self._made = self._made, self._made + 1
         self._live[key] = (number, nbytes, self._modules[-1] if self._modules else (_OUTSIDE, -1))
-        self._watched[key] = weakref.ref(storage, self._gone(key, number))
+        self._watched[key] = weakref.ref(storage, partial(self._gone, key, number))
         self._created(number, nbytes)
 
-    def _gone(self, key: int, number: int) -> Callable[[Any], None]:
-        def gone(_: Any) -> None:
-            found = self._live.get(key)
-            if found is not None and found[0] == number:
-                del self._live[key], self._watched[key]
-                self._created(number, -found[1])
-
-        return gone
+    def _gone(self, key: int, number: int, _: Any) -> None:
+        found = self._live.get(key)
+        if found is not None and found[0] == number:
+            del self._live[key], self._watched[key]
+            self._created(number, -found[1])
 
 
 class _Taken:
@@ -297,18 +295,18 @@ class _Pass(_Tracker):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            leaves = [at for at, (after, _) in enumerate(node.next_functions) if _accumulates(after)]
+            leaves = [
+                at for at, (after, _) in enumerate(node.next_functions)
+                if after is not None and after.name() == "torch::autograd::AccumulateGrad"
+            ]  # fmt: skip
             if leaves:
-                node.register_hook(self._contributed(leaves))
+                node.register_hook(partial(self._contributed, leaves))
             stack += [after for after, _ in node.next_functions]
 
-    def _contributed(self, leaves: list[int]) -> Callable[..., None]:
-        def contributed(grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
-            for at in leaves:
-                if (grad := grad_inputs[at]) is not None:
-                    self._is_gradient(grad)
-
-        return contributed
+    def _contributed(self, leaves: list[int], grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
+        for at in leaves:
+            if (grad := grad_inputs[at]) is not None:
+                self._is_gradient(grad)
 
     def _watch_modules(self) -> None:
         """Track which module is running, and in which block. Of the copy's other hooks those stay that are a part of
@@ -322,18 +320,17 @@ class _Pass(_Tracker):
                 told = [key for key, hook in hooks.items() if not str(hook.__module__).startswith(_COMPUTING)]
                 for key in told:
                     del hooks[key]
-            module.register_forward_pre_hook(self._enter(path, type(module).__name__, at.get(path)), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._enter, path, at.get(path)), with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, path: str, name: str, own: int | None) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            block = own if own is not None else (self._modules[-1][1] if self._modules else -1)
-            if path in self._recomputed or own is not None:
-                given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-                self._inputs[path] = max((value.nbytes for value in given if value.is_floating_point()), default=0)
-            self._modules.append((name, block))
-
-        return enter
+    def _enter(
+        self, path: str, own: int | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        block = own if own is not None else (self._modules[-1][1] if self._modules else -1)
+        if path in self._recomputed or own is not None:
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            self._inputs[path] = max((value.nbytes for value in given if value.is_floating_point()), default=0)
+        self._modules.append((type(module).__name__, block))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         _, block = self._modules.pop() if self._modules else ("", -1)
@@ -454,10 +451,6 @@ def _to_differentiate(output: Any) -> tuple[list[Tensor], list[Tensor | None]]:
         return ([loss], [None]) if loss.requires_grad else ([], [])
     tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
     return tensors, [torch.ones_like(each) for each in tensors]
-
-
-def _accumulates(node: Any) -> bool:
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 def _fake(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
@@ -642,19 +635,16 @@ class FirstBatch:
                 self._judge(found, group)
             yield
         else:
-            live = LiveBytes(self._model, self._inputs.checkpointed, self._limit(shapes, group))
+            live = LiveBytes(self._model, self._inputs.checkpointed, partial(self._limit, shapes, group))
             with live.counting(), self._agreeing(live, shapes, group):
                 yield
             self._judge(live.found(f"{_in_words(shapes)}, counted"), group)
         self._first = False
         self._seen = [seen for seen in self._seen if not _covers(shapes, seen)] + [shapes]
 
-    def _limit(self, shapes: Shapes, group: AxisGroup | None) -> Callable[[int], None]:
-        def limit(nbytes: int) -> None:
-            if group is None and self._room is not None and nbytes > self._room:
-                raise self._refused(_so_far(nbytes, shapes))
-
-        return limit
+    def _limit(self, shapes: Shapes, group: AxisGroup | None, nbytes: int) -> None:
+        if group is None and self._room is not None and nbytes > self._room:
+            raise self._refused(_so_far(nbytes, shapes))
 
     def _agreeing(self, live: LiveBytes, shapes: Shapes, group: AxisGroup | None) -> AbstractContextManager[None]:
         """With several ranks, ask in front of each gather whether one of them has no more room."""

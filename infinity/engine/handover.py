@@ -25,7 +25,6 @@ from infinity.log import logger
 from infinity.memory.drives import free_for_rank
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.pinned import mappings_of_their_own, trim
-from infinity.plan.layout import Slot
 from infinity.plan.types import Kind, Tier
 from infinity.zero import parameter
 from infinity.zero.deferred_init import DeferredInit
@@ -115,10 +114,15 @@ class Handover:
         done: list[tuple[nn.Parameter, str, Tensor]] = []
         with self._memory.holding([unit]):
             for param, slot in zip(unit.params, unit.layout.slots, strict=True):
-                values = self._values(whole_of(param), param, slot)
+                whole = whole_of(param)
+                # In memory of their own; of a tile, what there is of the whole parameter so far.
+                values = self._growing.get(id(whole))
+                if values is None:
+                    values = self._growing[id(whole)] = torch.empty(slot.shape, dtype=param.dtype, device="cpu")
+                values.view(-1)[slot.start : slot.start + slot.numel].copy_(param.detach().reshape(-1))
                 if slot.ends:
-                    self._growing.pop(id(whole_of(param)), None)
-                    done.append((whole_of(param), slot.name, values))
+                    self._growing.pop(id(whole), None)
+                    done.append((whole, slot.name, values))
         for param, name, values in done:
             self._before.append(_Before.of(param))
             parameter.restore(param, values)
@@ -127,14 +131,6 @@ class Handover:
                 self._init.attach(param, name)
         if self._discard:
             self._store.discard(unit.key)
-
-    def _values(self, whole: nn.Parameter, param: nn.Parameter, slot: Slot) -> Tensor:
-        """A gathered parameter's values in memory of their own; of a tile, what there is of the whole one so far."""
-        values = self._growing.get(id(whole))
-        if values is None:
-            values = self._growing[id(whole)] = torch.empty(slot.shape, dtype=param.dtype, device="cpu")
-        values.view(-1)[slot.start : slot.start + slot.numel].copy_(param.detach().reshape(-1))
-        return values
 
 
 # What a process needs beside the weights while they are copied out.

@@ -35,7 +35,11 @@ class IdleStates:
 
     def offload(self, include: Iterable[Any] | None, device: Any, *, pin: bool) -> None:
         """See `Engine.offload_states`. An error leaves what has not moved where it was."""
-        runtime, names, target = self._runtime, _names(include), _name(device)
+        runtime = self._runtime
+        names = frozenset(_KINDS) if include is None else frozenset(map(_name, include))
+        if unknown := sorted(names - _KINDS.keys()):
+            raise ConfigError(f"offload_states(include=...): {', '.join(unknown)} is none of {', '.join(_KINDS)}")
+        target = _name(device)
         if target not in _DEVICES:
             raise ConfigError(f"offload_states(device={target!r}): one of {', '.join(_DEVICES)}")
         if target == "none":
@@ -108,13 +112,6 @@ class IdleStates:
             )
         options = queue_options(runtime.config, folders)
         return DriveRefuge(SwapFolders(Tier.NVME, folders, runtime.groups.ranks.rank, options), sizes)
-
-
-def _names(include: Iterable[Any] | None) -> frozenset[str]:
-    names = frozenset(_KINDS) if include is None else frozenset(map(_name, include))
-    if unknown := sorted(names - _KINDS.keys()):
-        raise ConfigError(f"offload_states(include=...): {', '.join(unknown)} is none of {', '.join(_KINDS)}")
-    return names
 
 
 def _name(given: Any) -> str:

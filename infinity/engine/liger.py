@@ -106,16 +106,14 @@ def _unfit(model: nn.Module, found: list[Any]) -> str | None:
         return f"Liger-Kernel {_version()} has no layers for {words}: train a model of transformers that it knows"
     for part in found:
         for name, module in part.named_modules():
-            if "forward" in vars(module) and not _is_ligers(module.forward):
+            if "forward" not in vars(module):
+                continue
+            if str(getattr(module.forward, "__module__", "")).partition(".")[0] != "liger_kernel":
                 return (
                     f"the forward of {name or type(part).__name__} has been replaced, as by infinity.tile_sequence, "
                     "and Liger-Kernel would replace it again: leave it as the class defines it"
                 )
     return None
-
-
-def _is_ligers(forward: Any) -> bool:
-    return str(getattr(forward, "__module__", "")).partition(".")[0] == "liger_kernel"
 
 
 def _apply(model: Any, *, tiled: bool) -> None:

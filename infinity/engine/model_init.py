@@ -97,11 +97,16 @@ class Init:
             )
         dtype = self._dtype
         if dtype is None and self._source is not None and self._conventions.init_dtype == "trained":
-            dtype = _trained_dtype(config, resolved)
+            # None while the configuration leaves it to the program.
+            is_open = resolved.compute_dtype == "fp32" and config.provenance.autos & _PRECISIONS
+            dtype = None if is_open else _DTYPES[resolved.compute_dtype]
         return _init(resolved, ranks), dtype
 
     def _adopt(self, init: DeferredInit, param: nn.Parameter, name: str, dtype: torch.dtype | None) -> None:
-        _cast(param, dtype)
+        other = dtype is not None and param.dtype is not dtype and param.is_floating_point()
+        # One without values here has nothing to cast.
+        if other and not (param.is_meta or isinstance(param, nn.UninitializedParameter) or parameter.is_kept(param)):
+            param.data = param.data.to(dtype)
         init.attach(param, name)
         if self._conventions.parameter_attributes:
             publish(param, parts=init.groups.data.size)
@@ -163,21 +168,6 @@ def check_init_arguments(others: Mapping[str, Any], dtype: torch.dtype | None) -
             raise ConfigError(
                 f"Init({name}=...) is not supported: build the model inside `with infinity.Init(config=...):`"
             )
-
-
-def _cast(param: nn.Parameter, dtype: torch.dtype | None) -> None:
-    """Give a floating parameter that is not kept yet its dtype."""
-    if dtype is None or param.dtype is dtype or not param.is_floating_point():
-        return
-    if not param.is_meta and not isinstance(param, nn.UninitializedParameter) and not parameter.is_kept(param):
-        param.data = param.data.to(dtype)
-
-
-def _trained_dtype(config: Config, resolved: ResolvedConfig) -> torch.dtype | None:
-    """Return the dtype that the configuration trains in; None while it leaves that to the program."""
-    if resolved.compute_dtype == "fp32" and config.provenance.autos & _PRECISIONS:
-        return None
-    return _DTYPES[resolved.compute_dtype]
 
 
 def open_init(source: ConfigSource, conventions: Conventions = STRICT) -> DeferredInit:

@@ -82,7 +82,8 @@ class PipelineMemory:
     def book(self, boundaries: Iterable[Collection[Gradients]]) -> None:
         """Book the tensors at boundaries: those that are given, and what is under way; each storage once."""
         held = [tensor for each in boundaries for tensors in each for tensor in tensors if tensor is not None]
-        self._book(boundary=_nbytes([*held, *self._links.tensors()]))
+        storages = [tensor.untyped_storage() for tensor in (*held, *self._links.tensors())]
+        self._book(boundary=sum({each.data_ptr(): each.nbytes() for each in storages}.values()))
 
     def end_step(self) -> None:
         """Book that nothing is held any more, of a step that failed, too."""
@@ -101,11 +102,6 @@ class PipelineMemory:
             use, boundary=boundary, boundary_most=max(boundary, use.boundary_most), deferred=deferred,
             deferred_most=max(deferred, use.deferred_most),
         )  # fmt: skip
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 class Staged(Protocol):

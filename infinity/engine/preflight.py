@@ -212,7 +212,8 @@ def _free(
     swap files that were adopted.
     """
     held = {"cpu": 0, device.torch.type: 0}
-    storages = [param.untyped_storage() for param in model.parameters() if _has_memory(param)]
+    present = [param for param in model.parameters() if not parameter.is_released(param) and not param.is_meta]
+    storages = [param.untyped_storage() for param in present]
     for storage in {storage.data_ptr(): storage for storage in storages}.values():
         held[storage.device.type] = held.get(storage.device.type, 0) + storage.nbytes()
     held["cpu"] += deferred_nbytes(model)
@@ -235,7 +236,3 @@ def _agreed(mine: Capacity, group: AxisGroup) -> Capacity:
     limits = [math.inf if limit is None else float(limit) for limit in astuple(mine)]
     least = map(min, zip(*collectives.exchange(limits, group), strict=True))
     return Capacity(*(None if limit == math.inf else int(limit) for limit in least))
-
-
-def _has_memory(param: nn.Parameter) -> bool:
-    return not parameter.is_released(param) and not param.is_meta

@@ -37,12 +37,14 @@ def look(folder: str | os.PathLike[str], root: Path = Path("/")) -> FolderInfo:
         path = path.parent
     path = path if path.is_dir() else path.parent
     space, device = os.statvfs(path), path.stat().st_dev
+    # The device's path in sysfs tells whether it has hardware of its own.
+    hardware = os.path.realpath(_block(device, root))
     return FolderInfo(
         path=path, device=device, file_system=_file_system(path, root), free_nbytes=space.f_bavail * space.f_frsize,
         capacity_nbytes=space.f_blocks * space.f_frsize, model=_of_drive(device, root, "device/model"),
         writable=os.access(path, os.W_OK), write_cache=_of_drive(device, root, "queue/write_cache", named=False),
         fua=_of_drive(device, root, "queue/fua", named=False) == "1",
-        virtual=_is_virtual(os.path.realpath(_block(device, root))),
+        virtual=any(part == "virtual" or part.startswith(("virtio", "vbd-")) for part in hardware.split("/")),
     )  # fmt: skip
 
 
@@ -78,8 +80,3 @@ def _of_drive(device: int, root: Path, name: str, *, named: bool = True) -> str:
         except OSError:
             continue
     return Path(os.path.realpath(block)).name if named and block.exists() else ""
-
-
-def _is_virtual(path: str) -> bool:
-    """Whether a device has no hardware of its own, by its path in sysfs."""
-    return any(part == "virtual" or part.startswith(("virtio", "vbd-")) for part in path.split("/"))

@@ -119,23 +119,20 @@ class Ledger:
         asked = sum(kinds.values())
         room = self.room(tier)
         if room is not None and asked > room:
-            raise self._beyond(tier, kinds, owner, room)
+            used, owners = self.total(tier), self.owners(tier)
+            # What the tier may hold beside what the others hold.
+            limit = used + room
+            raise TierMemoryError(
+                f"no room on {tier.value} for {owner}: asked {mb(asked)}, used {mb(used)}, limit {mb(limit)}. "
+                f"{_remedy(tier)}{holders(owners)}",
+                tier=tier.value, kind=_largest(kinds), asked=asked, used=used, limit=limit, owners=owners,
+            )  # fmt: skip
         return _Taking(self, tier, kinds, owner)
 
     def owners(self, tier: Tier) -> tuple[tuple[str, int], ...]:
         """The kinds that hold most on a tier, as (name, bytes), the largest first."""
         held = [(kind.value, nbytes) for (where, kind), nbytes in self.now.items() if where is tier and nbytes > 0]
         return tuple(sorted(held, key=lambda item: -item[1])[:_OWNERS])
-
-    def _beyond(self, tier: Tier, kinds: Mapping[Kind, int], owner: str, room: int) -> TierMemoryError:
-        asked, used = sum(kinds.values()), self.total(tier)
-        # What the tier may hold beside what the others hold.
-        limit = used + room
-        return TierMemoryError(
-            f"no room on {tier.value} for {owner}: asked {mb(asked)}, used {mb(used)}, limit {mb(limit)}. "
-            f"{_remedy(tier)}{holders(self.owners(tier))}",
-            tier=tier.value, kind=_largest(kinds), asked=asked, used=used, limit=limit, owners=self.owners(tier),
-        )  # fmt: skip
 
     def refused(self, tier: Tier, kinds: Mapping[Kind, int], owner: str, error: BaseException) -> MemoryRefused:
         """The error for an allocation of `owner` that the system has refused."""

@@ -150,9 +150,16 @@ class Partition:
     def view(self, kind: Kind) -> Tensor:
         """The flat typed array of one kind: shape [numel], dtype as planned. Valid while a lease is held."""
         view = self._views.get(kind)
-        if view is None:
-            view = self._views[kind] = self._make_view(kind)
-        return view
+        if view is not None:
+            return view
+        if self.buffer is None:
+            raise self.error(f"view {kind.value}")
+        for section in self.spec.sections:
+            if section.kind is kind:
+                part = self.buffer[section.offset : section.offset + section.nbytes]
+                view = self._views[kind] = part.view(DTYPES[section.dtype])
+                return view
+        raise KeyError(f"{self.key} holds no {kind.value}")
 
     def materialize(self, buffer: Tensor, *, prefix_nbytes: int | None = None, same: bool = False) -> None:
         """Give an absent partition a buffer whose content is its new value, or the first `prefix_nbytes` bytes of it;
@@ -353,14 +360,6 @@ class Partition:
     def _forbid(self, condition: bool, move: str) -> None:
         if condition:
             raise self.error(move)
-
-    def _make_view(self, kind: Kind) -> Tensor:
-        if self.buffer is None:
-            raise self.error(f"view {kind.value}")
-        for section in self.spec.sections:
-            if section.kind is kind:
-                return self.buffer[section.offset : section.offset + section.nbytes].view(DTYPES[section.dtype])
-        raise KeyError(f"{self.key} holds no {kind.value}")
 
     def _take_buffer(self) -> Tensor:
         buffer, self.buffer = self.buffer, None

@@ -103,12 +103,15 @@ class Buffers:
 
         Raises TierMemoryError where the limit of an addressable home, or the system, refuses memory.
         """
+        spec = partition.spec
         if not partition.on_drive:
-            return self._allocate(partition)
-        if not partition.spec.nbytes:
+            kinds = {section.kind: section.nbytes for section in spec.sections}
+            with self._ledger.taking(spec.home, kinds, str(spec.key)):
+                return self._memory[spec.home].allocate(spec.nbytes)
+        if not spec.nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         name = arena_name(partition.key)
-        buffer = self.arenas[name].take(partition.spec.nbytes)
+        buffer = self.arenas[name].take(spec.nbytes)
         if buffer is not None:
             trace.level(POOLS, name, self.arenas[name].taken_nbytes)
         return buffer
@@ -200,12 +203,6 @@ class Buffers:
             self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
             arena.close()
         self.arenas = {}
-
-    def _allocate(self, partition: Partition) -> Tensor:
-        spec = partition.spec
-        kinds = {section.kind: section.nbytes for section in spec.sections}
-        with self._ledger.taking(spec.home, kinds, str(spec.key)):
-            return self._memory[spec.home].allocate(spec.nbytes)
 
 
 # The C class, which `threading` gives only a function for.

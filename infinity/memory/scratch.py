@@ -233,7 +233,14 @@ class PartWriter:
         """Submit the writes of `values` (uint8, flat), which may change as soon as this returns."""
         for begin in range(0, values.numel(), PART_NBYTES):
             part = values[begin : begin + PART_NBYTES]
-            room = self._room()
+            if self._rooms:
+                room = self._rooms.pop()
+            elif len(self._writing) < self._parts_max:
+                room = page_aligned(PART_NBYTES)
+            else:
+                # That of the oldest part in flight, once it is written.
+                transfer, room = self._writing.popleft()
+                transfer.wait()
             room[: part.numel()].copy_(part)
             nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
             self._writing.append((file.write(Extent(offset + begin, nbytes), room[:nbytes]), room))
@@ -249,16 +256,6 @@ class PartWriter:
         """Wait likewise, and free the memory of the parts."""
         self.drain()
         self._rooms.clear()
-
-    def _room(self) -> Tensor:
-        """Return memory for a part: new memory, or that of the oldest part in flight, once it is written."""
-        if self._rooms:
-            return self._rooms.pop()
-        if len(self._writing) < self._parts_max:
-            return page_aligned(PART_NBYTES)
-        transfer, room = self._writing.popleft()
-        transfer.wait()
-        return room
 
 
 class MemoryRefuge:

@@ -104,17 +104,12 @@ class PipelineExecutor:
                     held.leave(leaves, _some(made, action), gradients=program.gradients)
             self._links.finish()
         except BaseException as error:
-            _note(error, action)
+            # Other ranks are told where in the step it was, as a note of the traceback; Python 3.10 has none.
+            if action is not None and hasattr(error, "add_note"):
+                stage, kind, micro_batch = action
+                error.add_note(f"in the {_WORDS[kind]} of micro-batch {micro_batch} in stage {stage}")
             self._links.abandon(error)
             raise
-
-
-def _note(error: BaseException, action: Action | None) -> None:
-    """Add to an error's traceback, which other ranks are told, where in the step it was."""
-    # Python 3.10 has no notes.
-    if action is not None and hasattr(error, "add_note"):
-        stage, kind, micro_batch = action
-        error.add_note(f"in the {_WORDS[kind]} of micro-batch {micro_batch} in stage {stage}")
 
 
 def _some(made: Gradients | None, action: Action) -> Gradients:

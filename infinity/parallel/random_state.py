@@ -49,14 +49,11 @@ def has_dropout(model: nn.Module) -> bool:
             if id(owner) in looked_at:
                 continue
             looked_at.add(id(owner))
-            if any(_is_dropout(name, value) for name, value in getattr(owner, "__dict__", {}).items()):
-                return True
+            for name, value in getattr(owner, "__dict__", {}).items():
+                named = "dropout" in name.lower() or "pdrop" in name.lower()
+                if named and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+                    return True
     return False
-
-
-def _is_dropout(name: str, value: Any) -> bool:
-    named = "dropout" in name.lower() or "pdrop" in name.lower()
-    return named and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 class OwnNumbers:

@@ -83,7 +83,13 @@ class StagedModel:
             unused = bool(swap.received)
             swap.received.clear()
         if unused or (outputs is None) != (stage == self._cut.last):
-            raise self._out_of_order(stage)
+            blocks = self._cut.blocks_of(stage)
+            raise StateError(
+                f"the forward of {type(self._model).__name__} did not run stage {stage} from {blocks[0]} to "
+                f"{blocks[-1]}: it must call all blocks once, in their order. What leaves blocks out at random "
+                "(LayerDrop) or by a condition cannot be cut into stages: turn it off, or use data or tensor "
+                "parallelism"
+            )
         return output if outputs is None else outputs
 
     def remove(self) -> None:
@@ -130,14 +136,6 @@ class StagedModel:
                     yield child
 
         return visit(self._model)
-
-    def _out_of_order(self, stage: int) -> StateError:
-        blocks = self._cut.blocks_of(stage)
-        return StateError(
-            f"the forward of {type(self._model).__name__} did not run stage {stage} from {blocks[0]} to {blocks[-1]}: "
-            "it must call all blocks once, in their order. What leaves blocks out at random (LayerDrop) or by a "
-            "condition cannot be cut into stages: turn it off, or use data or tensor parallelism"
-        )
 
 
 def paths_around(blocks: Sequence[str]) -> frozenset[str]:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,10 @@ class _Pass:
             for path in aside:
                 stack.enter_context(_standing_aside(self._model.get_submodule(path)))
             output = functional_call(self._model, values, kwargs=inputs, tie_weights=True)
-        self._loss = _loss_of(output)
+        # The loss, or the first tensor of the output that has a gradient.
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        tensors = [each for each in tree_leaves(output if loss is None else loss) if isinstance(each, Tensor)]
+        self._loss = [each for each in tensors if each.requires_grad][:1]
 
     def prove(self, cut: StageCut) -> Recorded:
         """Return what was recorded; ConfigError for a model that cannot be cut. cut: its stages."""
@@ -190,31 +194,23 @@ class _Pass:
     def _hooks(self) -> Iterator[None]:
         handles: list[Any] = []
         indices = {self._model.get_submodule(path): index for index, path in enumerate(self._blocks)}
-        for path, module in self._outside():
-            handles.append(module.register_forward_pre_hook(self._note(path)))
+        inside = tuple(f"{path}." for path in self._blocks)
+        for path, module in self._model.named_modules():
+            if path not in self._around and not f"{path}.".startswith(inside):
+                handles.append(module.register_forward_pre_hook(partial(self._note, path)))
         for block, index in indices.items():
-            before, after = self._before(block, index), self._behind(index)
+            before = self._before(block, index)
             handles.append(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            handles.append(block.register_forward_hook(after))
+            handles.append(block.register_forward_hook(partial(self._behind, index)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _outside(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules outside of the blocks, but those that contain them."""
-        blocks = tuple(f"{path}." for path in self._blocks)
-        for path, module in self._model.named_modules():
-            if path not in self._around and not f"{path}.".startswith(blocks):
-                yield path, module
-
-    def _note(self, path: str) -> Callable[..., None]:
-        def note(*_: Any) -> None:
-            if self._ended == len(self._called):
-                self._first_calls.setdefault(path, self._ended)
-
-        return note
+    def _note(self, path: str, *_: Any) -> None:
+        if self._ended == len(self._called):
+            self._first_calls.setdefault(path, self._ended)
 
     def _before(self, block: nn.Module, index: int) -> Callable[..., Any]:
         argument = FirstArgument(block, self._blocks[index])
@@ -236,12 +232,9 @@ class _Pass:
 
         return before
 
-    def _behind(self, index: int) -> Callable[..., Any]:
-        def behind(_: nn.Module, args: Any, answer: Any) -> Any:
-            self._ended += 1
-            return self._answers.add(index, answer)
-
-        return behind
+    def _behind(self, index: int, _: nn.Module, args: Any, answer: Any) -> Any:
+        self._ended += 1
+        return self._answers.add(index, answer)
 
     def _reached(self, tensors: Sequence[Tensor]) -> Iterator[str | int]:
         """Names of the parameters, and indices of the blocks whose first argument, that tensors are computed from; the
@@ -426,13 +419,6 @@ def _input(tensor: Tensor, fakes: FakeTensorMode) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor.cpu()
 
 
-def _loss_of(output: Any) -> list[Tensor]:
-    """The loss of a model's output, or the first tensor in it that has a gradient."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    tensors = [each for each in tree_leaves(output if loss is None else loss) if isinstance(each, Tensor)]
-    return [each for each in tensors if each.requires_grad][:1]
-
-
 # Tokens of the sequence with which a cut is proven.
 _TOKENS = 8
 
@@ -464,7 +450,11 @@ def cut_into_stages(
         return cut_model(node, model.blocks, stages, counts=counts or model.stage_counts(stages))
     blocks = find_blocks(node, classes)
     cut = cut_model(node, blocks, stages, counts=counts)
-    found = record_cut(model, blocks, _sample(model), DTYPES[config.compute_dtype], stages=counts)
+    # A short micro-batch of a language model, of shapes alone.
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="cpu")
+    has_vocabulary = isinstance(getattr(getattr(model, "config", None), "vocab_size", None), int)
+    batch = {"input_ids": tokens, "labels": tokens} if has_vocabulary else {}
+    found = record_cut(model, blocks, batch, DTYPES[config.compute_dtype], stages=counts)
     if found.unproven:
         logger.warning(
             "the cut into stages that parallel.stages asks for is not proven, because the model does not run on shapes "
@@ -473,11 +463,3 @@ def cut_into_stages(
         )
     cut = cut_model(node, blocks, stages, after=found.after, counts=counts)
     return replace(cut, answers=tuple(sorted(found.answers.items())))
-
-
-def _sample(model: nn.Module) -> Mapping[str, Tensor]:
-    """A short micro-batch of a language model, of shapes alone."""
-    if not isinstance(getattr(getattr(model, "config", None), "vocab_size", None), int):
-        return {}
-    tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="cpu")
-    return {"input_ids": tokens, "labels": tokens}

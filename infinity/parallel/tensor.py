@@ -190,7 +190,10 @@ def _apply_to_head(applied: Applied, model: nn.Module, path: str, group: AxisGro
     """Let the head tell which words it has, and the model around it compute its loss with them."""
     words = VocabularySlice(group, path)
     applied.mark_head(model.get_submodule(path), words)
-    owner = _causal_model(model, path)
+    *parents, _ = path.split(".")
+    around: list[Any] = [model.get_submodule(".".join(parents[:count])) for count in range(len(parents) + 1)]
+    # The innermost module around the head that computes a loss by a function that a program may set.
+    owner = next((each for each in reversed(around) if hasattr(each, "loss_function")), None)
     if owner is not None:
         names = list(inspect.signature(owner.forward).parameters)
         applied.wrap(owner, _causal_forward, owner, words, names.index("labels") if "labels" in names else -1)
@@ -228,13 +231,6 @@ def _paths_between(model: nn.Module, first: str, last: str) -> tuple[str, ...]:
         raise ConfigError(f"the sequence cannot be cut from {first} to {last}: they are not blocks of one list")
     prefix = f"{parent}." if parent else ""
     return tuple(prefix + each for each in names[names.index(name) : names.index(final) + 1])
-
-
-def _causal_model(model: nn.Module, head: str) -> Any:
-    """The innermost module around the head that computes a loss by a function that a program may set; None without."""
-    *parents, _ = head.split(".")
-    around: list[Any] = [model.get_submodule(".".join(parents[:count])) for count in range(len(parents) + 1)]
-    return next((each for each in reversed(around) if hasattr(each, "loss_function")), None)
 
 
 def _colwise(forward: Forward, place: _Place, hidden: Tensor) -> Any:

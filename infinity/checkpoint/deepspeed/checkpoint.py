@@ -162,7 +162,10 @@ class _Plain:
                 raise self._file.error(f"its client state has more than {_TENSORS_NBYTES_MAX:,} bytes of tensors")
             return value.whole()
         if isinstance(value, dict):
-            return {self._key(key, depth): self.of(each, depth + 1) for key, each in value.items()}
+            return {
+                self.of(key, depth + 1) if isinstance(key, Unloaded) else key: self.of(each, depth + 1)
+                for key, each in value.items()
+            }
         if isinstance(value, list | tuple | set | frozenset):
             return type(value)(self.of(each, depth + 1) for each in value)
         if isinstance(value, PickledObject):
@@ -176,9 +179,6 @@ class _Plain:
         if value is None or isinstance(value, bool | int | float | str | bytes | np.ndarray | np.dtype):
             return value
         return str(value)
-
-    def _key(self, key: Any, depth: int) -> Any:
-        return self.of(key, depth + 1) if isinstance(key, Unloaded) else key
 
 
 def _loss_scale(file: TorchFile, inner: Mapping[Any, Any]) -> dict[str, Any] | None:
@@ -375,8 +375,11 @@ def read_deepspeed(folder: Path) -> DeepSpeedCheckpoint:
     read = {file.path: file for file in (*models, *states, optimizer)}
     read.update((piece.stored.file.path, piece.stored.file) for pieces in layout.pieces.values() for piece in pieces)
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(read)}
+    shared = as_dict(model, value.get("shared_params") or {}, "shared_params")
+    aliases = {tensor_name(model, alias): tensor_name(model, name) for alias, name in shared.items()}
+    tied = {alias: name for alias, name in aliases.items() if name in layout.tensors and alias not in layout.tensors}
     return DeepSpeedCheckpoint(
-        folder, layout, _tied(model, layout), engine_state(model, optimizer, inner, names, layout.steps, kind),
+        folder, layout, tied, engine_state(model, optimizer, inner, names, layout.steps, kind),
         client_state_of(model),
         {
             "version": version if isinstance(version, str) else "unknown", "stage": stage, "universal": universal,
@@ -445,12 +448,6 @@ def _check_steps(file: TorchFile, layout: Layout, counters: Mapping[str, int]) -
     lacking = [name for name in trained if name not in layout.steps]
     if stepped > 0 and lacking:
         raise file.error(f"the run has made {stepped} steps, and it has no moments and no step count of {lacking[0]}")
-
-
-def _tied(model: TorchFile, layout: Layout) -> dict[str, str]:
-    shared = as_dict(model, as_dict(model, model.value, "its value").get("shared_params") or {}, "shared_params")
-    found = {tensor_name(model, alias): tensor_name(model, name) for alias, name in shared.items()}
-    return {alias: name for alias, name in found.items() if name in layout.tensors and alias not in layout.tensors}
 
 
 def _latest_universal(folder: Path) -> str | None:

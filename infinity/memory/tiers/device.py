@@ -292,7 +292,12 @@ class Accelerator(Device):
             target.copy_(source)
             # The program's own stream orders everything that it does with the target.
             return Completed()
-        return self._copy_up(target, source) if to_device else self._copy_down(target, source)
+        if to_device:
+            return self._copy_up(target, source)
+        if target.dtype == source.dtype:
+            return self._send_down(target, source, (source,))
+        cast = self._beside(target, source)
+        return self._send_down(target, cast, (source, cast), lambda: cast.copy_(source))
 
     def copy_since(self, target: Tensor, source: Tensor, begun: Any) -> Transfer:
         stream = self._up if self.holds(target) else self._down
@@ -378,12 +383,6 @@ class Accelerator(Device):
                 target.copy_(source.to(self.torch, non_blocking=True))
             return self._mark(self._up)
 
-    def _copy_down(self, target: Tensor, source: Tensor) -> Transfer:
-        if target.dtype == source.dtype:
-            return self._send_down(target, source, (source,))
-        cast = self._beside(target, source)
-        return self._send_down(target, cast, (source, cast), lambda: cast.copy_(source))
-
     def _beside(self, target: Tensor, source: Tensor) -> Tensor:
         """Memory for what will be sent into `target`, after that of older copies as far as the bound needs it."""
         with self._lock:
@@ -409,16 +408,17 @@ class Accelerator(Device):
 
     def _give_back(self, nbytes: int) -> None:
         """Release sources whose copies completed; for `nbytes` more, order the reuse of the oldest one's memory."""
-        while self._held and (self._held[0][0].done() or self._is_full(nbytes)):
+        while self._held and (
+            self._held[0][0].done()
+            or len(self._held) >= _HELD_COUNT_MAX
+            or self._held_nbytes + nbytes > self._held_nbytes_max
+        ):
             self._pop()
 
     def _pop(self) -> None:
         transfer, sources = self._held.popleft()
         self._held_nbytes -= sum(each.nbytes for each in sources)
         transfer.wait()
-
-    def _is_full(self, nbytes: int) -> bool:
-        return len(self._held) >= _HELD_COUNT_MAX or self._held_nbytes + nbytes > self._held_nbytes_max
 
     def _mark(self, stream: torch.Stream) -> StreamTransfer:
         event = torch.Event(self.torch)

@@ -298,11 +298,16 @@ class NvmeTier(TierBackend):
 
     def _submit(self, extent: Extent, buffer: Tensor, *, write: bool, priority: int) -> Transfer:
         requests: list[Request] = []
+        moves = f"NVMe {'writes' if write else 'reads'}"
         try:
             for piece in self._stripes.pieces(extent):
                 whole = piece.nbytes == extent.nbytes
                 part = buffer if whole else buffer[piece.begin : piece.begin + piece.nbytes]
-                requests.append(self._move(piece, part, extent, write=write, priority=priority))
+                request = self._submit_piece(piece, part, write=write, priority=priority)
+                # The extent tells whose bytes they are.
+                lane = moves if len(self._drives) == 1 else f"{moves}, drive {piece.drive}"
+                trace.follow(lane, extent, part.nbytes, request)
+                requests.append(request)
         except BaseException:
             # The caller takes the buffer back: nothing may be in flight in it.
             striped = Striped(requests)
@@ -311,13 +316,6 @@ class NvmeTier(TierBackend):
                 striped.wait()
             raise
         return requests[0] if len(requests) == 1 else Striped(requests)
-
-    def _move(self, piece: Stripe, part: Tensor, extent: Extent, *, write: bool, priority: int) -> Request:
-        request = self._submit_piece(piece, part, write=write, priority=priority)
-        lane = f"NVMe {'writes' if write else 'reads'}"
-        # The extent tells whose bytes they are.
-        trace.follow(lane if len(self._drives) == 1 else f"{lane}, drive {piece.drive}", extent, part.nbytes, request)
-        return request
 
     def _submit_piece(self, piece: Stripe, part: Tensor, *, write: bool, priority: int) -> Request:
         drive = self._drives[piece.drive]

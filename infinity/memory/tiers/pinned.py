@@ -86,7 +86,12 @@ class HostMemory:
             return self._allocate_pinned(nbytes)
         buffer = page_aligned(nbytes, inherited=False)
         if self._pin and nbytes:
-            self._register(buffer)
+            whole_nbytes = buffer.numel()
+            reason = self._register_by(buffer, whole_nbytes)
+            if reason is not None and whole_nbytes > _CHUNK_NBYTES:
+                reason = self._register_by(buffer, _CHUNK_NBYTES)
+            if reason is not None:
+                self._refused(whole_nbytes, reason)
         return buffer[:nbytes]
 
     def release(self, buffer: Tensor) -> None:
@@ -114,14 +119,6 @@ class HostMemory:
         self._ledger.pin(nbytes)
         self._allocated[buffer.data_ptr()] = nbytes
         return buffer
-
-    def _register(self, buffer: Tensor) -> None:
-        nbytes = buffer.numel()
-        reason = self._register_by(buffer, nbytes)
-        if reason is not None and nbytes > _CHUNK_NBYTES:
-            reason = self._register_by(buffer, _CHUNK_NBYTES)
-        if reason is not None:
-            self._refused(nbytes, reason)
 
     def _refused(self, nbytes: int, reason: str) -> None:
         self._pin = False
