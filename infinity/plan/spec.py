@@ -11,7 +11,8 @@ Tiles: a weight too large to gather is cut along its rows, and used a tile at a 
 Rows are the first dimension, so that a tile is one range of the tensor in memory order. Each tile is a unit of its own:
 gathered, used, reduced and stored as any other. Only weights that linear layers and embeddings use are cut, because
 those use each row on its own: outputs of a linear layer come one behind the other, and a lookup needs the rows that it
-names.
+names. So does a batched product of a stack of matrices, of which a row is a matrix: Llama-4's experts, every one of
+which is used in each forward.
 
 Experts: where the packed experts of a mixture are too large to gather together, each few of them are a unit, which has
 their part of every packed weight. Data decides which of these units a forward uses: see `infinity.zero.experts`.
@@ -43,13 +44,9 @@ _PACKED = ("gate_up_proj", "up_proj", "down_proj")
 _EXPERTS_NUMEL_MIN = 1 << 19
 # A model has about so many units of experts at most, where there is room for several in one: each takes time to plan.
 _EXPERT_UNITS_MAX = 1 << 12
-# Class names of modules whose attribute `weight` may be cut.
+# Class names of modules whose attribute `weight` may be cut, and of those whose stacks of matrices may.
 _CUT = ("Linear", "Embedding")
-
-
-def may_be_cut(class_name: str, attribute: str, shape: tuple[int, ...]) -> bool:
-    """Whether a module of this class uses its parameter row by row."""
-    return class_name in _CUT and attribute == "weight" and len(shape) == 2
+_MULTIPLIES_STACKS = ("Llama4TextExperts",)
 
 
 def cut_rows(shape: tuple[int, ...], numel_max: int, block: int = 1) -> Iterator[tuple[int, int]]:
@@ -139,6 +136,8 @@ class ModuleNode:
     leaf: bool = False
     # Whether its forward is a function of transformers' experts interface.
     packed: bool = False
+    # Whether its forward multiplies by all matrices of each weight that is a stack of such.
+    stacked: bool = False
 
     def mark_leaf(self) -> None:
         """The program wants the module as one unit."""
@@ -305,13 +304,15 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
 
     nodes: dict[int, ModuleNode] = {}
 
-    def node_of(current: Any, path: str, adapted: bool = False) -> ModuleNode:
+    def node_of(current: Any, path: str, adapted: str = "") -> ModuleNode:
         params = {name: spec_of(param) for name, param in current._parameters.items() if param is not None}
-        packed = is_packed(current) and not adapted
-        node = nodes[id(current)] = ModuleNode(path, type(current).__name__, params, packed=packed)
+        name = type(current).__name__
+        packed, stacked = is_packed(current) and adapted != "whole", name in _MULTIPLIES_STACKS and not adapted
+        node = nodes[id(current)] = ModuleNode(path, name, params, packed=packed, stacked=stacked)
         # Adapters of a parameter compute with all of it, where peft does not give their factors.
         wraps = hasattr(current, "parameter_name") and "base_layer" in current._modules
-        adapted = adapted or (wraps and not hasattr(current, "get_delta_factors"))
+        if wraps and adapted != "whole":
+            adapted = "by factors" if hasattr(current, "get_delta_factors") else "whole"
         if current.__dict__.get(LEAF_MARK, False):
             node.mark_leaf()
         for name, child in current._modules.items():
@@ -491,7 +492,8 @@ def _tiled(root: ModuleNode, rules: UnitRules) -> frozenset[str]:
         leaf = leaf or rules.is_leaf(node)
         for attribute, spec in node.params.items():
             whole = spec.trainable and rules.updates[spec.rule].matrices
-            if leaf or whole or not may_be_cut(node.class_name, attribute, spec.shape):
+            by_row = node.class_name in _CUT and attribute == "weight" and len(spec.shape) == 2 and not leaf
+            if whole or not (by_row or (node.stacked and len(spec.shape) == 3)):
                 large.discard(spec.name)
         pending += [(child, leaf) for child in node.children.values()]
     return frozenset(large)

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError
+from infinity.plan.spec import is_packed
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.hooks import register_post_backward, register_pre_backward
 from infinity.zero.tiles import Tile, tiles_of
@@ -58,8 +59,9 @@ class ExpertsDoor:
         # Adapters of packed weights that run here.
         self._adapters: list[Any] = []
         modules: list[Any] = [
-            module for module in model.modules() if tiles_of(module._parameters.get("down_proj")) is not None
-        ]
+            module for module in model.modules()
+            if is_packed(module) and tiles_of(module._parameters["down_proj"]) is not None
+        ]  # fmt: skip
         for module in modules:
             if module._is_expert_parallel:
                 raise ConfigError(

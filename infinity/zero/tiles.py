@@ -2,9 +2,9 @@
 
 The plan has cut the weight along its rows into units (see `infinity.plan.spec`), and each unit holds one tile, a
 parameter of its own that no module knows. The module keeps its parameter, which looks whole and has no data: a
-`TiledParameter`. `F.linear` and `F.embedding` that meet one go tile by tile, in forward as in backward: gather, use,
-release; the gradient of a tile is reduced before the next tile is gathered. So the model needs no change, whoever calls
-the function with the weight, and a weight that is tied is in tiles wherever it is used.
+`TiledParameter`. `F.linear`, `F.embedding` and `torch.bmm` that meet one go tile by tile, in forward as in backward:
+gather, use, release; the gradient of a tile is reduced before the next tile is gathered. So the model needs no change,
+whoever calls the function with the weight, and a weight that is tied is in tiles wherever it is used.
 
 [Note: a whole weight in training] Inside `infinity.read` the parameter has all of its data, for the block only. What a
 program computes with it there may be differentiated later: torch's own functions are given a view of the data, which
@@ -121,7 +121,8 @@ class Tiles:
         raise StateError(
             f"{name} is executed in {len(self.tiles)} tiles, because it is too large to gather, and {use} needs all of "
             "it at once: use `with infinity.read(param):` outside of forward; inside call torch.nn.functional.linear "
-            "or embedding with the weight, or set zero_optimization.tile_parameters to 0 to have it gathered whole"
+            "or embedding (for a stack of matrices torch.bmm) with the weight, or set "
+            "zero_optimization.tile_parameters to 0 to have it gathered whole"
         )
 
     def forward(self, *, returns: bool, lookup: bool = False) -> Iterator[tuple[Tile, Tensor, ModuleCall]]:
@@ -297,7 +298,15 @@ def _embedding(
         return _Embedding.apply(tiles, tiles.returns(), input, weight, padding, scale_grad_by_freq)
 
 
-_BY_TILES: dict[Any, Callable[..., Tensor]] = {F.linear: _linear, F.embedding: _embedding}
+def _bmm(input: Tensor, weight: TiledParameter) -> Tensor:
+    """`torch.bmm` with a stack of matrices in tiles."""
+    tiles = tiles_of(weight)
+    assert tiles is not None
+    with torch._C.DisableTorchFunctionSubclass():
+        return _Bmm.apply(tiles, tiles.returns(input), input, weight)
+
+
+_BY_TILES: dict[Any, Callable[..., Tensor]] = {F.linear: _linear, F.embedding: _embedding, torch.bmm: _bmm}
 
 
 class _Linear(torch.autograd.Function):
@@ -309,10 +318,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, tiles: Tiles, returns: bool, input: Tensor, bias: Tensor | None, weight: nn.Parameter
     ) -> Tensor:
-        # Casts that autocast would make, made here, where backward sees them.
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        given, x = input.dtype, input.to(dtype)
+        given, x = input.dtype, input.to(dtype := _computed_dtype(input, weight))
         output = x.new_empty(*x.shape[:-1], weight.shape[0])
         scopes = []
         for tile, rows, scope in tiles.forward(returns=returns):
@@ -341,6 +347,45 @@ class _Linear(torch.autograd.Function):
         to_input = None if of_input is None else of_input.total.to(ctx.given).view(x.shape)
         to_bias = grads.sum(0).to(ctx.bias_dtype) if wants_bias else None
         return None, None, to_input, to_bias, None
+
+
+def _computed_dtype(input: Tensor, weight: nn.Parameter) -> torch.dtype:
+    """What autocast would cast both to, cast here, where backward sees it."""
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+class _Bmm(torch.autograd.Function):
+    """Each matrix of a stack on the right of its own part of the input: [matrices, rows, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, tiles: Tiles, returns: bool, input: Tensor, weight: nn.Parameter) -> Tensor:
+        given, x = input.dtype, input.to(dtype := _computed_dtype(input, weight))
+        output = x.new_empty(*x.shape[:-1], weight.shape[2])
+        scopes = []
+        for tile, matrices, scope in tiles.forward(returns=returns):
+            output[tile.start : tile.stop] = torch.bmm(x[tile.start : tile.stop], matrices.to(dtype))
+            scopes.append(scope)
+        ctx.tiles, ctx.scopes, ctx.given = tiles, scopes, given
+        ctx.save_for_backward(x)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        to_input = torch.empty_like(x) if ctx.needs_input_grad[2] else None
+        for tile, matrices, room in ctx.tiles.backward(ctx.scopes):
+            part = slice(tile.start, tile.stop)
+            if to_input is not None:
+                to_input[part] = torch.bmm(grad[part], matrices.to(x.dtype).mT)
+            if room is not None:
+                inputs, grads = x[part].mT, grad[part]
+                # Under autocast it has another dtype than the weight.
+                same = room.dtype is x.dtype
+                tile.add_gradient(torch.bmm(inputs, grads, out=room) if same else room.copy_(torch.bmm(inputs, grads)))
+        return None, None, None if to_input is None else to_input.to(ctx.given), None
 
 
 class ProductSum:
