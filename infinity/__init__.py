@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from infinity.engine.launch import add_config_arguments, init_distributed
     from infinity.engine.model_init import Init
     from infinity.integrations.huggingface import load_hf
+    from infinity.parallel.sequence import sequence_attention
     from infinity.tiling.losses import tile_sequence
     from infinity.tiling.sequences import tiled_cross_entropy, tiled_mlp
     from infinity.zero.parameter import set_z3_leaf_modules
 
 __all__ = [
     "GatheredParameters", "Init", "__version__", "add_config_arguments", "errors", "estimate", "init_distributed",
-    "initialize", "load_hf", "measure_activations", "modify", "read", "set_z3_leaf_modules", "state", "tile_sequence",
-    "tiled_cross_entropy", "tiled_mlp",
+    "initialize", "load_hf", "measure_activations", "modify", "read", "sequence_attention", "set_z3_leaf_modules",
+    "state", "tile_sequence", "tiled_cross_entropy", "tiled_mlp",
 ]  # fmt: skip
 
 _FROM = {
@@ -33,6 +34,7 @@ _FROM = {
     ),
     "infinity.engine.model_init": ("Init",),
     "infinity.integrations.huggingface": ("load_hf",),
+    "infinity.parallel.sequence": ("sequence_attention",),
     "infinity.engine.launch": ("add_config_arguments", "init_distributed"),
     "infinity.tiling.losses": ("tile_sequence",),
     "infinity.tiling.sequences": ("tiled_cross_entropy", "tiled_mlp"),

@@ -207,6 +207,11 @@ class ResolvedConfig(Mapping[str, Any]):
         return self.sections.parallel.pipeline
 
     @property
+    def sequence(self) -> int:
+        """Ranks that share each sequence; so many neighbours on the data axis."""
+        return self.sections.sequence_parallel_size
+
+    @property
     def compute_dtype(self) -> DtypeName:
         if self.sections.bf16.enabled:
             return "bf16"
@@ -409,13 +414,15 @@ def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
         reasons[leaf.path] = f"auto: {still_open.get(leaf.path, reason)}"
     settled, named = _settle_axes(settled, context)
     data = context.world_size // (settled.parallel.pipeline * settled.parallel.tensor)
-    settled, derived = _settle_batch(settled, context, data)
+    # Ranks that share a sequence train on the same samples.
+    replicas = data // settled.sequence_parallel_size
+    settled, derived = _settle_batch(settled, context, replicas)
     settled, chosen = _settle_defaults(settled)
     refused = {path: why for path, why in context.no_auto.items() if path in provenance.autos - still_open.keys()}
     # A key whose "auto" is refused is not reported as missing too.
     problems = conflicts(settled.from_source(replace(settled.provenance, autos=frozenset({*still_open, *refused}))))
     problems = [f'{path}: "auto" is refused: {why}' for path, why in refused.items()] + problems
-    if problems := problems + _ranks(settled, context, data):
+    if problems := problems + _ranks(settled, context, replicas):
         raise complaint(provenance.origin, problems)
     chosen |= named
     sources = {
@@ -559,6 +566,7 @@ def _settle_axes(config: Config, context: ResolveContext) -> tuple[Config, dict[
     why = (
         _indivisible(name, size, context) or _no_pipeline(above, pipeline, size, context)
         or _idle_sequence(config, size, context) or _idle_stages(config, pipeline)
+        or _no_sequence(config, pipeline * size, context)
     )  # fmt: skip
     if why:
         raise complaint(config.provenance.origin, [why])
@@ -610,6 +618,27 @@ def _no_pipeline(name: str, size: int, tensor: int, context: ResolveContext) -> 
     )
 
 
+def _no_sequence(config: Config, others: int, context: ResolveContext) -> str:
+    """Return what stands against so many ranks to a sequence; "" if nothing does."""
+    size, world = config.sequence_parallel_size, context.world_size
+    if size == 1:
+        return ""
+    if others > 1:
+        return (
+            f"sequence_parallel_size is {size} beside parallel.tensor or parallel.pipeline: a sequence axis lies along "
+            "data-parallel ranks only. Leave one of them out (parallel.sequence divides activations beside a tensor "
+            "axis)"
+        )
+    if world % size == 0:
+        return ""
+    fitting = [each for each in range(1, world + 1) if world % each == 0]
+    below, above = max(each for each in fitting if each < size), world + -world % size
+    return (
+        f"sequence_parallel_size is {size}, which does not divide the {world} ranks: set it to {below}, or start "
+        f"{max(above, size)} ranks"
+    )
+
+
 def _idle_stages(config: Config, pipeline: int) -> str:
     if pipeline > 1:
         return ""
@@ -656,7 +685,10 @@ def _settle_batch(config: Config, context: ResolveContext, data: int) -> tuple[C
 
 
 def _divided(config: Config, context: ResolveContext) -> str:
-    axes = {"parallel.pipeline": config.parallel.pipeline, "parallel.tensor": config.parallel.tensor}
+    axes = {
+        "parallel.pipeline": config.parallel.pipeline, "parallel.tensor": config.parallel.tensor,
+        "sequence_parallel_size": config.sequence_parallel_size,
+    }  # fmt: skip
     return " / ".join([f"{context.world_size} ranks", *(f"{name} {size}" for name, size in axes.items() if size > 1)])
 
 
@@ -664,7 +696,7 @@ def _ranks(config: Config, context: ResolveContext, data: int) -> list[str]:
     size = config.data_parallel_size
     if size is None or size == data:
         return []
-    needed = size * config.parallel.tensor * config.parallel.pipeline
+    needed = size * config.parallel.tensor * config.parallel.pipeline * config.sequence_parallel_size
     there = f"{context.world_size} ranks are"
     if data != context.world_size:
         there = f"{data} ({_divided(config, context)}) are"

@@ -355,11 +355,6 @@ _COMET = Refused("there is no monitor for Comet", "Remove the section, and enabl
 _CHANGES_MODEL = Refused(
     "infinity never changes the model or its data", "Remove the section and do this in the program"
 )
-_NO_SEQUENCE = Refused(
-    "ranks do not share a sequence by all-to-all",
-    "Remove the key; parallel.sequence divides activations beside a tensor axis, and infinity.tile_sequence(model) "
-    "computes a long sequence in tiles",
-)
 _NO_EXPERTS = Refused(
     "the parallel axes are data, tensor and pipeline", "Remove the key; stage 3 with offload fits large models"
 )
@@ -567,10 +562,12 @@ class Config(Section):
     """Size of the vocabulary, for throughput figures."""
     timers: Annotated[None, NoEffect("see wall_clock_breakdown and engine.step_times()"), Absent(switch=None)] = None
     """Throughput timers."""
-    seq_parallel_communication_data_type: Annotated[Dtype, NoEffect("no ranks exchange parts of a sequence")] = "fp32"
+    seq_parallel_communication_data_type: Annotated[
+        Dtype, NoEffect("ranks of a sequence exchange what attention computes with, in its own type")
+    ] = "fp32"
     """Type in which sequence-parallel ranks communicate."""
-    sequence_parallel_size: Annotated[Count, _NO_SEQUENCE] = 1
-    """Ranks that share a sequence."""
+    sequence_parallel_size: Count = 1
+    """Ranks that share each sequence: each has consecutive tokens of it, and in attention some heads of all tokens."""
     expert_parallel: Annotated[None, _NO_EXPERTS, Absent()] = None
     """Expert parallelism."""
     use_data_before_expert_parallelism: Annotated[

@@ -233,6 +233,23 @@ def reduce_scatter(
     return _Exchanged(moving, rows)
 
 
+def all_to_all(rows: Tensor, parts: Tensor, group: AxisGroup, name: str = "exchange of parts") -> Transfer:
+    """Send row r of `parts` [size, numel] to member r, and receive its row for this rank in row r of `rows`; returns at
+    once.
+    """
+    members = group.process_group
+    if _needs_staging(rows, members):
+        arrived = torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
+        return _Staged(all_to_all(arrived, parts.cpu(), group, name), rows, arrived)
+    if not _is_gloo(members):
+        return group.start(
+            name, lambda tag: dist.all_to_all_single(rows, parts, group=members, async_op=True), keep=(rows, parts),
+            nbytes=rows.nbytes,
+        )  # fmt: skip
+    rows[group.index].copy_(parts[group.index])
+    return group.start(name, lambda tag: _swap(rows, parts, group, tag), keep=(rows, parts), nbytes=rows.nbytes)
+
+
 class _AfterMeeting:
     """A collective of gloo's own. It begins in `wait`, once all ranks have met: see [Note: tags] in `axis_group`."""
 

@@ -40,7 +40,7 @@ WORLD, STAGE, ENDS = "world", "stage", "ends"
 class Channels:
     """A channel is a number that every rank has for one of its process groups, or for a link between two of them.
 
-    axes: by channel, the axis of the topology (`dp`, `tp`, `pp`) along which its groups lie, `WORLD`, `STAGE` or
+    axes: by channel, the axis of the topology (`dp`, `sp`, `tp`, `pp`) along which its groups lie, `WORLD`, `STAGE` or
     `ENDS`; or a link, whose group is its sender and its receiver. Ranks that differ on another axis have another
     group of the same channel, whose collectives, or messages, are numbered apart.
     """
@@ -66,7 +66,7 @@ class Channels:
     def groups(self, channel: int) -> tuple[tuple[int, ...], ...]:
         """Return the members of each group of a channel."""
         axis = self.axes[channel]
-        if axis in ("pp", "dp", "tp"):
+        if axis in ("pp", "dp", "sp", "tp"):
             return self.topology.axis_groups(str(axis))
         ranks = (0,) if axis == WORLD else range(self.topology.world_size)
         return tuple(filter(None, dict.fromkeys(self.members(rank, channel) for rank in ranks)))

@@ -130,12 +130,12 @@ class _Kind(NamedTuple):
 
 # The groups of a rank, by channel. The latter ones are opened only where there is more than one rank on their axis.
 _GROUPS = (
-    _Kind("data", "dp"), _Kind("data", "dp"), _Kind("world", WORLD, control=True), _Kind("tensor", "tp"),
-    _Kind("stage", STAGE, control=True), _Kind("pipeline", "pp", control=True), _Kind("pipeline", "pp"),
-    _Kind("pipeline", "pp"), _Kind("pipeline ends", ENDS, control=True),
+    _Kind("data", "dp"), _Kind("data", "dp"), _Kind("world", WORLD, control=True), _Kind("sequence", "sp"),
+    _Kind("tensor", "tp"), _Kind("stage", STAGE, control=True), _Kind("pipeline", "pp", control=True),
+    _Kind("pipeline", "pp"), _Kind("pipeline", "pp"), _Kind("pipeline ends", ENDS, control=True),
 )  # fmt: skip
-# The channel of the group of all ranks, and of that of a stage.
-_CONTROL, _STAGE = 2, 4
+# The channel of the group of all ranks, of those that share each sequence, and of those of a stage.
+_CONTROL, _SEQUENCE, _STAGE = 2, 3, 5
 _ENDS = len(_GROUPS) - 1
 # The groups that were opened last in this process.
 _latest: list[weakref.ref[ProcessGroups]] = []
@@ -204,7 +204,7 @@ class ProcessGroups:
             )  # fmt: skip
         if self.topology.pp == 1:
             groups[_STAGE] = groups[_CONTROL]
-        self.data, self.reduction, self.world, self.tensor, self.stage, self.pipeline, *directions = groups
+        self.data, self.reduction, self.world, _, self.tensor, self.stage, self.pipeline, *directions = groups
         self.pipeline_forward, self.pipeline_backward = directions[:2]
         # By channel; one may have two of them.
         self._groups = groups
@@ -228,6 +228,11 @@ class ProcessGroups:
             pids = {index: mutual[member] for index, member in enumerate(group.members) if member in mutual}
             if pids and group.process_group is not None:
                 group.read_memory_of(pids, limit_seconds)
+
+    @property
+    def sequence(self) -> AxisGroup:
+        """The ranks that share each sequence, for the exchanges of attention."""
+        return self._groups[_SEQUENCE]
 
     @property
     def pipeline_ends(self) -> AxisGroup:
@@ -274,7 +279,9 @@ def _kinds(topology: Topology) -> tuple[_Kind, ...]:
     """The groups that are opened, by channel."""
     if topology.pp > 1:
         return _GROUPS
-    return _GROUPS[:_STAGE] if topology.tp > 1 else _GROUPS[: _STAGE - 1]
+    if topology.tp > 1:
+        return _GROUPS[:_STAGE]
+    return _GROUPS[: _SEQUENCE + 1] if topology.sp > 1 else _GROUPS[:_SEQUENCE]
 
 
 def _open_own(groups: Sequence[Sequence[int]], ranks: Ranks, *, backend: str, timeout: timedelta) -> Any:

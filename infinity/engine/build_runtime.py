@@ -4,7 +4,7 @@ hooks.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from torch import nn
 
@@ -23,7 +23,7 @@ from infinity.observability.progress import StepProgress
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.factory import Chosen
-from infinity.parallel.tensor import apply
+from infinity.parallel import sequence, tensor
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
 from infinity.step.loss_scaler import LossScaler
@@ -102,8 +102,9 @@ def build_runtime(
         publish_model(model, parts=groups.data.size)
     _place_buffers(model, device, config.compute_dtype)
     # Beneath the hooks, and beneath what computes blocks again.
-    exchanges = apply(model, inputs.axis, groups.tensor, device.torch)
+    exchanges = tensor.apply(model, inputs.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
+    parts = undo.enter_context(closing(sequence.SequenceAxis(model, groups.sequence)))
     hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
     checkpointing = make_checkpointing(config, model, inputs.checkpointed, ranks, device, ledger)
@@ -122,8 +123,8 @@ def build_runtime(
     return Runtime(
         module=model, config=config, plan=plan, device=device, groups=groups, store=store, gradients=gradients,
         coordinator=coordinator, access=access, step=step,
-        attached=Attached(exchanges, experts, hooks, checkpointing, compiled), observer=observer, progress=progress,
-        first_batch=first_batch, health=health,
+        attached=Attached(exchanges, parts, experts, hooks, checkpointing, compiled), observer=observer,
+        progress=progress, first_batch=first_batch, health=health,
     )  # fmt: skip
 
 

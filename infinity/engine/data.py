@@ -18,7 +18,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from infinity.distributed.axis_group import AxisGroup
+from infinity.parallel.sequence import SequenceCutter
 
 
 class SampleOrder(Sampler[int]):
@@ -75,9 +79,11 @@ class Loader(DataLoader[Any]):
 
     def __init__(
         self, data: Dataset[Any], *, rank: int, ranks: int, batch: int, seed: int, collate: Callable[..., Any] | None,
-        drop_last: bool, device: torch.device, workers: Workers = Workers(),
+        drop_last: bool, device: torch.device, workers: Workers = Workers(), cutter: SequenceCutter | None = None,
     ) -> None:  # fmt: skip
         self._device = device
+        # Of ranks that share each sequence, and have the same samples.
+        self._cutter = cutter
         self._rank, self._ranks = rank, ranks
         self._order = SampleOrder(len(cast(Sized, data)), rank=rank, ranks=ranks, seed=seed, drop_last=drop_last)
         # Samples of a full batch over all ranks.
@@ -108,7 +114,8 @@ class Loader(DataLoader[Any]):
         for batch in batches:
             if epoch == self._epochs:
                 self._drawn += self._step
-            yield batch if self._device.type == "cpu" else moved(batch, self._device)
+            batch = batch if self._device.type == "cpu" else moved(batch, self._device)
+            yield batch if self._cutter is None else self._cutter.cut(batch)
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a model for a micro-batch of the data's first samples, as `train_batch` reads it. The
@@ -132,6 +139,11 @@ class Loader(DataLoader[Any]):
         left = len(cast(Sized, self.dataset)) - self._drawn
         # An epoch without another batch is over.
         self._goes_on = self._epochs > 0 and left >= (self._step if self.drop_last else 1)
+
+
+def cutter_of(model: nn.Module, group: AxisGroup) -> SequenceCutter | None:
+    """Return what cuts batches for ranks that share each sequence; None where each rank has its own."""
+    return SequenceCutter(model, group) if group.size > 1 else None
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -120,7 +120,7 @@ _BATCHES = "pass engine.train_batch an iterator, or `map(function, iterator)`"
 _SEE_PIPELINE = "outputs and tables of a pipeline stay inside; see engine.plan and engine.timeline()"
 _DATA = "infinity never changes the model or its data: do this in the program"
 _GROUPS = "see engine.data_rank, engine.data_size, engine.is_first_stage(), and deepspeed.utils.groups"
-_NO_EXPERTS = "the parallel axes are data, tensor and pipeline: there is no expert axis"
+_NO_EXPERTS = "the parallel axes are data, sequence, tensor and pipeline: there is no expert axis"
 _CALLS = "the engine calls it itself: call backward(loss) and step()"
 # DeepSpeed's name -> why the engine does not have it, and what to do instead.
 REFUSED: Mapping[str, str] = {
@@ -150,7 +150,7 @@ REFUSED: Mapping[str, str] = {
     "elasticity": "batch sizes do not change with the number of ranks",
     "generate_batch": "call engine.generate(), which is the module's",
     "deepspeed_io": "initialize(training_data=...) returns the loader",
-    "get_sequence_parallel_group": "ranks do not share a sequence; see parallel.sequence",
+    "get_sequence_parallel_group": "see engine.groups.sequence, and engine.sequence_batches",
     "load_module_state_dict": "load_checkpoint(folder, load_module_only=True) reads files; inside "
                               "infinity.modify(model) call load_state_dict",
     "save_fp16_model": "it is called save_16bit_model",

@@ -25,7 +25,7 @@ from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.collectives import exchange_values
 from infinity.distributed.groups import ProcessGroups
 from infinity.distributed.interrupts import HELD, PreemptionHandler, verb
-from infinity.engine import export, micro_batches
+from infinity.engine import data, export, micro_batches
 from infinity.engine.checkpoints import CheckpointManager, LoadOptions, SaveRequest
 from infinity.engine.deepspeed_names import CONFIGURED, REFUSED, DeepSpeedNames, LossScale
 from infinity.engine.handover import WeightKeeper, why_not_kept
@@ -41,7 +41,7 @@ from infinity.memory.store import TieredStore
 from infinity.observability.memory_report import MemoryReport
 from infinity.observability.progress import StepTimes
 from infinity.observability.timeline import Timeline
-from infinity.parallel.layers import PipelineModule
+from infinity.parallel import layers, sequence
 from infinity.plan.plan import Plan
 from infinity.step.norms import StepFlags
 from infinity.step.optimizer_step import EarlyGroups, StepVerdict
@@ -255,6 +255,20 @@ class Engine(DeepSpeedNames, nn.Module):
         finally:
             self.train(training)
         return step_loss(losses, self._runtime, count)
+
+    def sequence_batches(self, batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """Yield this rank's part of each batch, on the engine's device, for training along a sequence axis
+        (`sequence_parallel_size`).
+
+        batches: mappings of tensors [batch, tokens], such as those of a loader, the same on all ranks that share a
+        sequence: rank `data_rank` of `data_size` of the data. ConfigError where they are not. See `SequenceCutter.cut`
+        for what a part has. In evaluation mode batches stay whole. The loader of `initialize`'s training data yields
+        parts by itself.
+        """
+        cutter = sequence.SequenceCutter(self.module, self.groups.sequence)
+        for batch in batches:
+            here = data.moved(batch, self.device)
+            yield cutter.cut(here) if self.training else here
 
     def _end_step(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any], *, calls: int) -> None:
         """Take the step at the accumulation boundary, and do what the ranks have told each other with it. calls: of
@@ -493,13 +507,13 @@ class Engine(DeepSpeedNames, nn.Module):
 
     @property
     def data_size(self) -> int:
-        """Ranks along the data axis: into so many parts a program divides its data set."""
-        return self.groups.data.size
+        """Ranks with samples of their own: into so many parts a program divides its data set."""
+        return self.plan.topology.replicas
 
     @property
     def data_rank(self) -> int:
-        """This rank's part of the data set. Ranks of a tensor group have the same."""
-        return self.groups.data.index
+        """This rank's part of the data set. Ranks of a tensor group, or of a sequence, have the same."""
+        return self.groups.data.index // self.plan.topology.sp
 
     @property
     def global_rank(self) -> int:
@@ -662,7 +676,7 @@ class Engine(DeepSpeedNames, nn.Module):
         if found[0] is not None:
             self._accumulation.forget()
             self._runtime.health.drop_gradients()
-            if isinstance(self.module, PipelineModule):
+            if isinstance(self.module, layers.PipelineModule):
                 self.module.count_from(self._counters.micro_steps)
             if (records := self._checkpoints.records) is not None and records.dropped:
                 records.note(self._run, self.client_state)

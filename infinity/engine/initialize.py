@@ -21,7 +21,7 @@ from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.groups import ProcessGroups, Ranks, detect
 from infinity.engine.activation_forecast import measure_activations
 from infinity.engine.build_runtime import build_runtime
-from infinity.engine.data import Loader, Workers
+from infinity.engine.data import Loader, Workers, cutter_of
 from infinity.engine.engine import Engine, close_engines_of, refuse_parts
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
@@ -98,7 +98,7 @@ def initialize(
         if init is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
-        chosen, loader = trained.optimizer, _loader(resolved, training_data, collate_fn, groups, device)
+        chosen, loader = trained.optimizer, _loader(resolved, model, training_data, collate_fn, groups, device)
         draw = None if loader is None else loader.example
         adopted, passed = find_run(resolved, groups) if chosen.trains else (None, [])
         wanted = chosen.spec_of(model)
@@ -337,8 +337,9 @@ def _is_factory(scheduler: Any) -> bool:
 
 
 def _loader(
-    config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, groups: ProcessGroups, device: Device
-) -> Loader | None:
+    config: ResolvedConfig, model: nn.Module, data: Dataset[Any] | None, collate: Any, groups: ProcessGroups,
+    device: Device,
+) -> Loader | None:  # fmt: skip
     if data is None:
         return None
     # Rank 0's, so that its `torch.manual_seed` alone decides the order.
@@ -348,9 +349,12 @@ def _loader(
         given.dataloader_num_workers, given.dataloader_prefetch_factor, persistent=given.dataloader_persistent_workers,
         pin_memory=given.dataloader_pin_memory,
     )  # fmt: skip
+    topology = groups.topology
     return Loader(
-        data, rank=groups.data.index, ranks=groups.data.size, batch=config.micro_batch, seed=int(seed[0][0]),
-        collate=collate, drop_last=given.dataloader_drop_last, device=device.torch, workers=workers,
+        data, rank=groups.data.index // topology.sp, ranks=topology.replicas, batch=config.micro_batch,
+        seed=int(seed[0][0]), collate=collate, drop_last=given.dataloader_drop_last, device=device.torch,
+        workers=workers,
+        cutter=cutter_of(model, groups.sequence),
     )  # fmt: skip
 
 
@@ -371,7 +375,7 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
         f"{trained.optimizer.name}{_rates(config, trained)}, stepped {trained.optimizer.way}; "
         f"parameters on {plan.homes(Kind.PARAM)}, "
         f"optimizer states on {plan.homes(Kind.STATES)}; "
-        f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
+        f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.replicas}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")
         + (f", each element at {bound:g}" if bound else "")
     )

@@ -20,6 +20,7 @@ from infinity.memory.tiers.pinned import trim
 from infinity.observability.memory_report import Observer
 from infinity.observability.progress import StepProgress
 from infinity.ops.adam import shutdown_threads
+from infinity.parallel.sequence import SequenceAxis
 from infinity.parallel.tensor import Applied
 from infinity.plan.capacity import addressable_nbytes
 from infinity.plan.plan import Plan, model_params, place_of_buffer
@@ -43,6 +44,7 @@ class Attached:
 
     # What the tensor axis has set.
     exchanges: Applied
+    sequence: SequenceAxis
     experts: ExpertsDoor
     hooks: ModuleHooks
     checkpointing: Checkpointing
@@ -163,6 +165,7 @@ class Runtime:
             # Last registered, first run.
             stack.callback(self._release)
             stack.callback(self.attached.exchanges.remove)
+            stack.callback(self.attached.sequence.close)
             stack.callback(self.attached.experts.close)
             stack.callback(self.attached.checkpointing.close)
             stack.callback(self.attached.compiled.close)

@@ -229,17 +229,25 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Sizes of the parallel axes; `world_size` is their product. `local_size` is the number of ranks on one node."""
+    """Sizes of the parallel axes; `world_size` is the product of `dp`, `pp` and `tp`. `local_size` is the number of
+    ranks on one node.
+
+    Partitions lie along `dp`. So many neighbours on it as `sp` says share each sequence, and other samples begin with
+    the next ones.
+    """
 
     dp: int = 1
     pp: int = 1
     tp: int = 1
     local_size: int = 1
+    sp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("dp", "pp", "tp", "local_size"):
+        for axis in ("dp", "pp", "tp", "local_size", "sp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"the {axis} axis has size {getattr(self, axis)}; it must be at least 1")
+        if self.dp % self.sp:
+            raise ValueError(f"{self.dp} ranks of the data axis are not divided by {self.sp} to a sequence")
 
     @property
     def world_size(self) -> int:
@@ -248,14 +256,19 @@ class Topology:
     @classmethod
     def of(cls, config: ResolvedConfig) -> Topology:
         """The axes that a resolved configuration divides its ranks into."""
-        return cls(dp=config.data, pp=config.pipeline, tp=config.tensor, local_size=config.local_size)
+        return cls(config.data, config.pipeline, config.tensor, config.local_size, config.sequence)
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that train on samples of their own."""
+        return self.dp // self.sp
 
     def in_words(self) -> str:
         """The ranks, and where there is more than the data axis how they are divided: "8 ranks (data 2 x tensor 4)"."""
-        axes = {"pipeline": self.pp, "data": self.dp, "tensor": self.tp}
+        axes = {"pipeline": self.pp, "data": self.replicas, "sequence": self.sp, "tensor": self.tp}
         along = f" ({' x '.join(f'{name} {size}' for name, size in axes.items() if size > 1)})"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        return ranks + (along if self.world_size > self.dp else "")
+        return ranks + (along if self.world_size > self.replicas else "")
 
     def coordinate(self, rank: int) -> Coordinate:
         """The coordinate of global `rank`; raises ValueError when the rank is outside the world."""
@@ -268,8 +281,11 @@ class Topology:
         return (coordinate.pp * self.dp + coordinate.dp) * self.tp + coordinate.tp
 
     def axis_members(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Global ranks that differ from `rank` on `axis` only, in the axis' order."""
+        """Global ranks that differ from `rank` on `axis` only, in the axis' order; "sp": that share its sequences."""
         here = self.coordinate(rank)
+        if axis == "sp":
+            first = here.dp - here.dp % self.sp
+            return tuple(self.rank(here._replace(dp=index)) for index in range(first, first + self.sp))
         return tuple(self.rank(here._replace(**{axis: index})) for index in range(getattr(self, axis)))
 
     def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:

@@ -120,7 +120,6 @@ def test_what_no_result_depends_on_is_said_and_ignored(raw: dict[str, Any], path
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "delayed updates change the result. Remove"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "sub-groups of ranks are not supported. Remove"),
         ({"tensor_parallel": {"partition_config": {"layer_specs": []}}}, "and write parallel.plan where it has none"),
-        ({"sequence_parallel_size": 2}, "ranks do not share a sequence by all-to-all. Remove"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "Lion, with one moment, takes 8"),
         ({"parallel": {"context": 2}}, "parallel.context: unknown key; the keys of parallel are pipeline, plan"),
         ({"memory": {"gpu": {"max_byte": 1}}}, "did you mean 'memory.gpu.max_bytes'"),

@@ -344,7 +344,6 @@ SWITCHED_ON: dict[str, Any] = {
     "data_types.buffer_dtype": "fp32",
     "scheduler.params.last_batch_iteration": 5,
     "pipeline.stages": 2,
-    "sequence_parallel_size": 2,
     "compile": {"deepcompile": True},
     "compression_training": {"weight_quantization": {}},
     "sparse_attention": {"mode": "dense"},

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.groups`: the ranks of the data-parallel axis, which is all of them without a tensor axis."""
+"""`deepspeed.utils.groups`: the ranks of the data-parallel axis, which is all of them without another axis."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from infinity.integrations.deepspeed import comm
 
 def get_data_parallel_world_size() -> int:
     """Return the number of ranks that have batches of their own."""
-    return groups.data.size if (groups := _divided()) is not None else comm.get_world_size()
+    return groups.topology.replicas if (groups := _divided()) is not None else comm.get_world_size()
 
 
 def get_data_parallel_rank() -> int:
     """Return this process's place among them."""
-    return groups.data.index if (groups := _divided()) is not None else comm.get_rank()
+    return groups.data.index // groups.topology.sp if (groups := _divided()) is not None else comm.get_rank()
 
 
 def get_data_parallel_group() -> Any:
@@ -25,7 +25,10 @@ def get_data_parallel_group() -> Any:
     if (groups := _divided()) is None:
         return comm.get_world_group()
     # torch takes None for all ranks.
-    return groups.data.process_group or dist.new_group([comm.get_rank()], use_local_synchronization=True)
+    if groups.data.process_group is not None and groups.topology.sp == 1:
+        return groups.data.process_group
+    own = groups.data.members[groups.data.index % groups.topology.sp :: groups.topology.sp]
+    return dist.new_group(list(own), use_local_synchronization=True)
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -44,14 +47,14 @@ _get_data_parallel_group = get_data_parallel_group
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return 1
+    return groups.sequence.size if (groups := _divided()) is not None else 1
 
 
 def _get_sequence_parallel_rank() -> int:
-    return 0
+    return groups.sequence.index if (groups := _divided()) is not None else 0
 
 
 def _divided() -> ProcessGroups | None:
-    """Return the groups of the latest engine, if it has a tensor axis."""
+    """Return the groups of the latest engine, if it has a tensor or a sequence axis."""
     groups = latest_groups()
-    return groups if groups is not None and groups.tensor.size > 1 else None
+    return groups if groups is not None and groups.tensor.size * groups.sequence.size > 1 else None

@@ -85,7 +85,10 @@ _NO_INFERENCE = (
     "there is no inference engine here. An engine without optimizer runs and generates with weights on any tier: "
     "deepspeed.initialize(model=model, config=...)"
 )
-_NO_SEQUENCE = reason_of("sequence_parallel_size")
+_SEQUENCE = (
+    "set sequence_parallel_size in the configuration and iterate over engine.sequence_batches(loader); attention of a "
+    "program's own calls infinity.sequence_attention"
+)
 _NO_LINEAR = "layers with adapters are peft's: peft.get_peft_model(model, LoraConfig(...)), then initialize()"
 _NO_TILES = "a weight that is too large to gather is executed in tiles: set zero_optimization.tile_parameters"
 _EVERY_LOADS = f"{reason_of('checkpoint.load_universal')}. Leave the conversion out, and call load_checkpoint()"
@@ -306,7 +309,7 @@ NO_MODULES = {
         "runtime.pipe.schedule": _INTERNAL,
         "runtime.progressive_layer_drop": reason_of("progressive_layer_drop"),
         "runtime.quantize": reason_of("quantize_training"),
-        "runtime.sequence_parallel": _NO_SEQUENCE,
+        "runtime.sequence_parallel": _SEQUENCE,
         "runtime.sparse_tensor": reason_of("sparse_gradients"),
         "runtime.superoffload": reason_of("zero_optimization.offload_optimizer.super_offload"),
         "runtime.swap_tensor": _INTERNAL,
@@ -318,7 +321,7 @@ NO_MODULES = {
         "runtime.zero.mics": reason_of("zero_optimization.mics_shard_size"),
         "runtime.zero.parameter_offload": _INTERNAL,
         "runtime.zero.partitioned_param_coordinator": _INTERNAL,
-        "sequence": _NO_SEQUENCE,
+        "sequence": _SEQUENCE,
         "utils.comms_logging": reason_of("comms_logger"),
         "utils.numa": "the engine binds each rank to its share of the cores",
     }.items()
