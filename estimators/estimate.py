@@ -627,6 +627,11 @@ def _estimated(
     model: Described, config: ResolvedConfig, work: Workload, machine: Machine, rates: HardwareProfile
 ) -> Estimate:
     """Make the plan of each place on the pipeline axis."""
+    if config.sequence > 1:
+        raise ConfigError(
+            f"sequence_parallel_size is {config.sequence}, and estimates know no sequence axis yet: leave it out, and "
+            "give the tokens of a rank's part as the length of a sequence (--sequence)"
+        )
     root = model.tree(config.compute_dtype)
     parallel = config.sections.parallel
     axis = _planned_axis(model, root, size=config.tensor, sequence=parallel.sequence, given=parallel.plan)

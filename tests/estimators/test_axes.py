@@ -13,6 +13,7 @@ import pytest
 from estimators.cli import main
 from estimators.estimate import Machine, estimate
 from estimators.search import Wish, fit_axes
+from infinity.errors import ConfigError
 
 GB = 10**9
 TIMED = """
@@ -78,3 +79,9 @@ def test_the_saved_configuration_has_the_axes(capsys: pytest.CaptureFixture[str]
     tiled = ["--tiled-loss"] if best["estimate"]["tiled_loss"] else []
     assert main([*options, "--config", str(saved), *tiled, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fingerprint"] == best["estimate"]["fingerprint"]
+
+
+def test_a_sequence_axis_is_refused_with_what_to_give_instead():
+    config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2}
+    with pytest.raises(ConfigError, match="estimates know no sequence axis yet"):
+        estimate("llama-3.1-8b", config, ranks=2)
