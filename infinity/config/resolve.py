@@ -631,11 +631,10 @@ def _no_sequence(config: Config, others: int, context: ResolveContext) -> str:
         )
     if world % size == 0:
         return ""
-    fitting = [each for each in range(1, world + 1) if world % each == 0]
-    below, above = max(each for each in fitting if each < size), world + -world % size
+    below = max(each for each in range(1, size) if world % each == 0)
     return (
         f"sequence_parallel_size is {size}, which does not divide the {world} ranks: set it to {below}, or start "
-        f"{max(above, size)} ranks"
+        f"{world + -world % size} ranks"
     )
 
 

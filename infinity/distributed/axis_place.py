@@ -11,8 +11,8 @@ class AxisPlace:
     """This rank's place among the ranks along one axis.
 
     axis: "world" (every rank), "data" (ranks that share the partitions of a unit), "sequence" (those of them that share
-        each sequence), "tensor" (ranks that share its
-        layers), "pipeline" (ranks that run the stages of one model) or "stage" (ranks that run the same stages).
+        each sequence), "tensor" (ranks that share its layers), "pipeline" (ranks that run the stages of one model) or
+        "stage" (ranks that run the same stages).
     index: 0 <= index < size; the source of a broadcast is such a place, too.
     process_group: torch's, over these ranks; None if this rank is alone on the axis or the group is closed.
     members: their global ranks by index; default: all ranks.

@@ -230,6 +230,11 @@ class ProcessGroups:
                 group.read_memory_of(pids, limit_seconds)
 
     @property
+    def replica(self) -> int:
+        """This rank's place among those with samples of their own, of which there are `topology.replicas`."""
+        return self.data.index // self.topology.sp
+
+    @property
     def sequence(self) -> AxisGroup:
         """The ranks that share each sequence, for the exchanges of attention."""
         return self._groups[_SEQUENCE]

@@ -21,7 +21,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from infinity.distributed.axis_group import AxisGroup
+from infinity.config import ResolvedConfig
+from infinity.distributed.collectives import exchange
+from infinity.distributed.groups import ProcessGroups
+from infinity.memory.tiers.device import Device
 from infinity.parallel.sequence import SequenceCutter
 
 
@@ -141,9 +144,25 @@ class Loader(DataLoader[Any]):
         self._goes_on = self._epochs > 0 and left >= (self._step if self.drop_last else 1)
 
 
-def cutter_of(model: nn.Module, group: AxisGroup) -> SequenceCutter | None:
-    """Return what cuts batches for ranks that share each sequence; None where each rank has its own."""
-    return SequenceCutter(model, group) if group.size > 1 else None
+def open_loader(
+    config: ResolvedConfig, model: nn.Module, data: Dataset[Any] | None, collate: Any, groups: ProcessGroups,
+    device: Device,
+) -> Loader | None:  # fmt: skip
+    """Return the loader of a program's training data; None without data. Collective."""
+    if data is None:
+        return None
+    # Rank 0's, so that its `torch.manual_seed` alone decides the order.
+    seed = exchange([float(torch.initial_seed() % 2**32)], groups.world, "seed of the data")
+    given = config.sections
+    workers = Workers(
+        given.dataloader_num_workers, given.dataloader_prefetch_factor, persistent=given.dataloader_persistent_workers,
+        pin_memory=given.dataloader_pin_memory,
+    )  # fmt: skip
+    return Loader(
+        data, rank=groups.replica, ranks=groups.topology.replicas, batch=config.micro_batch, seed=int(seed[0][0]),
+        collate=collate, drop_last=given.dataloader_drop_last, device=device.torch, workers=workers,
+        cutter=SequenceCutter(model, groups.sequence) if groups.sequence.size > 1 else None,
+    )  # fmt: skip
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -508,12 +508,12 @@ class Engine(DeepSpeedNames, nn.Module):
     @property
     def data_size(self) -> int:
         """Ranks with samples of their own: into so many parts a program divides its data set."""
-        return self.plan.topology.replicas
+        return self.groups.topology.replicas
 
     @property
     def data_rank(self) -> int:
         """This rank's part of the data set. Ranks of a tensor group, or of a sequence, have the same."""
-        return self.groups.data.index // self.plan.topology.sp
+        return self.groups.replica
 
     @property
     def global_rank(self) -> int:

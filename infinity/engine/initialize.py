@@ -16,12 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.config.training import Adam, AdamW8bit, Muon
-from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.groups import ProcessGroups, Ranks, detect
 from infinity.engine.activation_forecast import measure_activations
 from infinity.engine.build_runtime import build_runtime
-from infinity.engine.data import Loader, Workers, cutter_of
+from infinity.engine.data import open_loader
 from infinity.engine.engine import Engine, close_engines_of, refuse_parts
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
@@ -98,7 +97,7 @@ def initialize(
         if init is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
-        chosen, loader = trained.optimizer, _loader(resolved, model, training_data, collate_fn, groups, device)
+        chosen, loader = trained.optimizer, open_loader(resolved, model, training_data, collate_fn, groups, device)
         draw = None if loader is None else loader.example
         adopted, passed = find_run(resolved, groups) if chosen.trains else (None, [])
         wanted = chosen.spec_of(model)
@@ -334,28 +333,6 @@ def scheduler_of(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer 
 
 def _is_factory(scheduler: Any) -> bool:
     return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
-
-
-def _loader(
-    config: ResolvedConfig, model: nn.Module, data: Dataset[Any] | None, collate: Any, groups: ProcessGroups,
-    device: Device,
-) -> Loader | None:  # fmt: skip
-    if data is None:
-        return None
-    # Rank 0's, so that its `torch.manual_seed` alone decides the order.
-    seed = exchange([float(torch.initial_seed() % 2**32)], groups.world, "seed of the data")
-    given = config.sections
-    workers = Workers(
-        given.dataloader_num_workers, given.dataloader_prefetch_factor, persistent=given.dataloader_persistent_workers,
-        pin_memory=given.dataloader_pin_memory,
-    )  # fmt: skip
-    topology = groups.topology
-    return Loader(
-        data, rank=groups.data.index // topology.sp, ranks=topology.replicas, batch=config.micro_batch,
-        seed=int(seed[0][0]), collate=collate, drop_last=given.dataloader_drop_last, device=device.torch,
-        workers=workers,
-        cutter=cutter_of(model, groups.sequence),
-    )  # fmt: skip
 
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:

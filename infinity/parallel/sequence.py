@@ -39,7 +39,7 @@ from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import check_same_batch
 from infinity.errors import ConfigError, StateError
-from infinity.parallel.functions import outside_graphs
+from infinity.parallel.functions import gather_columns, outside_graphs
 
 # What attention may be given that is of a part, and cannot be made whole here.
 _OF_A_PART = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_sequence_ids")
@@ -121,10 +121,9 @@ class SequenceAxis:
         elif scaled:
             why = f"scales its rotary positions by the length of its input ({scaled[0]}), which each rank has of a part"
         elif isinstance(heads, int) and heads % size:
-            fitting = [each for each in range(1, size + 1) if heads % each == 0]
             raise ConfigError(
                 f"sequence_parallel_size is {size}, which does not divide the {heads} attention heads of {name}: set "
-                f"it to {max(fitting)}, or to another divisor of {heads}"
+                f"it to {math.gcd(heads, size)}, or to another divisor of {heads}"
             )
         if why:
             raise ConfigError(f"sequence_parallel_size is {size}, and {name} {why}: {_WAY_OUT} for this model")
@@ -159,18 +158,12 @@ class SequenceAxis:
             if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
                 raise ConfigError(f"{name} must be of shape [batch, tokens] along a sequence axis, as it is cut there")
         self._part = positions
-        self.positions = self._whole(positions, "positions")
-        self.padding = None if padding is None else self._whole(padding, "padding")
+        self.positions = gather_columns(positions, self.group, "positions")
+        self.padding = None if padding is None else gather_columns(padding, self.group, "padding")
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         # The inner ones end before the outer, which makes no masks any more.
         self.positions = self.padding = self._part = None
-
-    def _whole(self, part: Tensor, what: str) -> Tensor:
-        """[batch, tokens] of all ranks' parts [batch, tokens / size]."""
-        parts = part.new_empty((self.group.size, *part.shape))
-        collectives.all_gather(parts.view(-1), part.contiguous().view(-1), self.group, f"gather of {what}").wait()
-        return torch.cat(parts.unbind(), 1)
 
     @outside_graphs
     def attend(
@@ -198,7 +191,7 @@ class SequenceAxis:
                 f"tokens: give the model position_ids and a mask of shape [batch, tokens], or {_WAY_OUT}"
             )
         if isinstance(positions := options.get("position_ids"), Tensor):
-            options["position_ids"] = self._whole(positions, "positions")
+            options["position_ids"] = gather_columns(positions, self.group, "positions")
         query, key, value = self.exchanged(name, query, key, value)
         own = slice(query.shape[1] * self.group.index, query.shape[1] * (self.group.index + 1))
         if isinstance(sinks := options.get("s_aux"), Tensor):

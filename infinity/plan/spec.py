@@ -306,9 +306,10 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
 
     def node_of(current: Any, path: str, adapted: str = "") -> ModuleNode:
         params = {name: spec_of(param) for name, param in current._parameters.items() if param is not None}
-        name = type(current).__name__
-        packed, stacked = is_packed(current) and adapted != "whole", name in _MULTIPLIES_STACKS and not adapted
-        node = nodes[id(current)] = ModuleNode(path, name, params, packed=packed, stacked=stacked)
+        class_name = type(current).__name__
+        packed = is_packed(current) and adapted != "whole"
+        stacked = class_name in _MULTIPLIES_STACKS and not adapted
+        node = nodes[id(current)] = ModuleNode(path, class_name, params, packed=packed, stacked=stacked)
         # Adapters of a parameter compute with all of it, where peft does not give their factors.
         wraps = hasattr(current, "parameter_name") and "base_layer" in current._modules
         if wraps and adapted != "whole":

@@ -93,6 +93,12 @@ class Tile:
         grad = grad.to(self.param.dtype)
         self.param.grad = grad if self.param.grad is None else self.param.grad.add_(grad)
 
+    def add_product(self, product: Callable[..., Tensor], left: Tensor, right: Tensor, room: Tensor) -> None:
+        """Add the gradient `product(left, right)`, which is left in `room`."""
+        # Under autocast the factors have another dtype than the weight.
+        same = room.dtype is left.dtype
+        self.add_gradient(product(left, right, out=room) if same else room.copy_(product(left, right)))
+
 
 class Tiles:
     """The tiles of one weight, in the order of its rows, and the owner of the parameter that stands for them."""
@@ -341,9 +347,7 @@ class _Linear(torch.autograd.Function):
             if of_input is not None:
                 of_input.add(part, rows.to(x.dtype))
             if room is not None:
-                # Under autocast it has another dtype than the weight.
-                same = room.dtype is x.dtype
-                tile.add_gradient(torch.mm(part.t(), inputs, out=room) if same else room.copy_(part.t() @ inputs))
+                tile.add_product(torch.mm, part.t(), inputs, room)
         to_input = None if of_input is None else of_input.total.to(ctx.given).view(x.shape)
         to_bias = grads.sum(0).to(ctx.bias_dtype) if wants_bias else None
         return None, None, to_input, to_bias, None
@@ -381,10 +385,7 @@ class _Bmm(torch.autograd.Function):
             if to_input is not None:
                 to_input[part] = torch.bmm(grad[part], matrices.to(x.dtype).mT)
             if room is not None:
-                inputs, grads = x[part].mT, grad[part]
-                # Under autocast it has another dtype than the weight.
-                same = room.dtype is x.dtype
-                tile.add_gradient(torch.bmm(inputs, grads, out=room) if same else room.copy_(torch.bmm(inputs, grads)))
+                tile.add_product(torch.bmm, x[part].mT, grad[part], room)
         return None, None, None if to_input is None else to_input.to(ctx.given), None
 
 

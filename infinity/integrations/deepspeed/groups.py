@@ -17,17 +17,17 @@ def get_data_parallel_world_size() -> int:
 
 def get_data_parallel_rank() -> int:
     """Return this process's place among them."""
-    return groups.data.index // groups.topology.sp if (groups := _divided()) is not None else comm.get_rank()
+    return groups.replica if (groups := _divided()) is not None else comm.get_rank()
 
 
 def get_data_parallel_group() -> Any:
     """Return their group."""
     if (groups := _divided()) is None:
         return comm.get_world_group()
-    # torch takes None for all ranks.
     if groups.data.process_group is not None and groups.topology.sp == 1:
         return groups.data.process_group
-    own = groups.data.members[groups.data.index % groups.topology.sp :: groups.topology.sp]
+    # Of one rank, too: torch takes None for all ranks.
+    own = groups.data.members[groups.sequence.index :: groups.topology.sp]
     return dist.new_group(list(own), use_local_synchronization=True)
 
 
