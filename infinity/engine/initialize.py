@@ -92,7 +92,7 @@ def initialize(
         patience.last(resolved.sections.watchdog_seconds)
     _free(model, conventions)
     init = merged_init(list(model.parameters()))
-    groups = _groups_of_init(init, resolved) if init is not None else groups_of(resolved, ranks, device)
+    groups = _groups_of_init(init, resolved, device) if init is not None else groups_of(resolved, ranks, device)
     with ExitStack() as undo, groups.telling():
         if init is None:
             undo.callback(groups.close)
@@ -152,8 +152,10 @@ class _Trained:
         return {id(param): index for index, group in enumerate(self.groups) for param in group["params"]}
 
 
-def _groups_of_init(init: DeferredInit, config: ResolvedConfig) -> ProcessGroups:
-    """Return the groups that a model was built with; ConfigError if the configuration has other axes now."""
+def _groups_of_init(init: DeferredInit, config: ResolvedConfig, device: Device) -> ProcessGroups:
+    """Return the groups that a model was built with, or with another sequence axis, along which its parts are the same;
+    ConfigError if the configuration has other axes now.
+    """
     topology = init.groups.topology
     axes = (("tensor", topology.tp, config.tensor), ("pipeline", topology.pp, config.pipeline))
     for axis, built, given in axes:
@@ -162,6 +164,9 @@ def _groups_of_init(init: DeferredInit, config: ResolvedConfig) -> ProcessGroups
                 f"the model was built with parallel.{axis} {built}, and initialize() is given {given}: give "
                 f"infinity.Init or infinity.load_hf the same configuration, with parallel.{axis} in it"
             )
+    if topology.sp != config.sequence:
+        init.groups.close()
+        init.meet_in(groups_of(config, init.groups.ranks, device))
     return init.groups
 
 

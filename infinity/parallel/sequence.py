@@ -47,7 +47,7 @@ _OF_A_PART = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "
 _BY_LENGTH = ("dynamic", "longrope")
 _RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")
 # The label that counts for nothing.
-_IGNORED = -100
+IGNORED = -100
 _WAY_OUT = "leave sequence_parallel_size out"
 
 # The axis of each module of a model that has one.
@@ -71,6 +71,7 @@ class SequenceAxis:
         # The positions of the part that these were made of.
         self._part: Tensor | None = None
         self._exchanges = 0
+        self._in_evaluation = False
         self._undo = ExitStack()
         if group.size == 1:
             return
@@ -100,6 +101,14 @@ class SequenceAxis:
     def close(self) -> None:
         """Take everything off the model."""
         self._undo.close()
+
+    def divides(self, module: nn.Module) -> bool:
+        """Return whether a module of the model is given parts in the mode that it is in."""
+        return module.training or self._in_evaluation
+
+    def divide_in_evaluation(self, whether: bool) -> None:
+        """Take batches for parts in evaluation mode, too, or for whole ones, which is how an axis begins."""
+        self._in_evaluation = whether
 
     def _refuse(self, model: Any) -> None:
         """ConfigError for a model of transformers that cannot run in parts."""
@@ -132,7 +141,7 @@ class SequenceAxis:
         self._exchanges = 0
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module.training and not self._exchanges:
+        if self.divides(module) and not self._exchanges:
             raise StateError(
                 f"the forward of {type(module).__name__} has exchanged no heads along the sequence axis, so its tokens "
                 "saw those of their own part only: call infinity.sequence_attention(self, attention, query, key, "
@@ -140,7 +149,7 @@ class SequenceAxis:
             )
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training:
+        if not self.divides(module):
             return
         given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -213,6 +222,11 @@ class SequenceAxis:
         return query, key, value
 
 
+def axis_of(model: nn.Module) -> SequenceAxis | None:
+    """Return the axis of a model whose tokens ranks share, until it is closed."""
+    return _axes.get(model)
+
+
 def sequence_attention(
     module: nn.Module, attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
@@ -227,7 +241,7 @@ def sequence_attention(
     ConfigError for heads that the ranks do not divide.
     """
     axis = _axes.get(module)
-    if axis is None or not module.training:
+    if axis is None or not axis.divides(module):
         return attention(query, key, value, **options)
     name = type(module).__name__
     output = attention(*axis.exchanged(name, query, key, value), **options)
@@ -334,7 +348,7 @@ def _attend(
     **options: Any,
 ) -> Any:  # fmt: skip
     axis = _axes.get(module)
-    if axis is None or not module.training:
+    if axis is None or not axis.divides(module):
         return core(module, query, key, value, attention_mask, **options)
     return axis.attend(core, module, query, key, value, attention_mask, **options)
 
@@ -370,7 +384,7 @@ class SequenceCutter:
         config = getattr(model, "config", None)
         pad = getattr(config, "pad_token_id", None)
         # By name of a batch's tensor, what fills it up to a length that the ranks divide.
-        self._fill = {"labels": _IGNORED, "shift_labels": _IGNORED}
+        self._fill = {"labels": IGNORED, "shift_labels": IGNORED}
         self._fill["input_ids"] = pad if isinstance(pad, int) and pad >= 0 else 0
         # Tokens that are added behind a causal sequence are seen by none before them.
         self._causal = all(getattr(module, "is_causal", True) for module in model.modules())
@@ -403,10 +417,10 @@ class SequenceCutter:
                     f"{self._loss}: compute the loss in the program, and leave labels out of the batch"
                 )
             if "shift_labels" not in tensors:
-                found["shift_labels"] = nn.functional.pad(tensors["labels"], (0, 1), value=_IGNORED)[:, 1:]
+                found["shift_labels"] = nn.functional.pad(tensors["labels"], (0, 1), value=IGNORED)[:, 1:]
             counted = batch.get("num_items_in_batch")
             if counted is None:
-                counted = (found["shift_labels"] != _IGNORED).sum().clamp(min=1)
+                counted = (found["shift_labels"] != IGNORED).sum().clamp(min=1)
             found["num_items_in_batch"] = counted / group.size
         if "position_ids" not in batch:
             found["position_ids"] = torch.arange(tokens, device=leading.device).expand(rows, -1)

@@ -532,6 +532,10 @@ class DeferredInit:
             other.groups.close()
         self._shrink(keep=0)
 
+    def meet_in(self, groups: ProcessGroups) -> None:
+        """Communicate by other groups, with the same data axis, from now on."""
+        self.groups = groups
+
     def forget(self, param: nn.Parameter) -> None:
         """The engine has taken the values over: free them here."""
         self._forget(id(param))

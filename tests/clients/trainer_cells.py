@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
+from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -34,7 +36,9 @@ class Cell:
     the optimizer, or Trainer makes it. arguments: of TrainingArguments. keys: of the file. folder: where it saves, and
     which is kept; None for one that is removed. resume: name of the checkpoint there to go on from. acts: what to do in
     order: "train", "evaluate", "predict", "save" (and read what was saved), "engine" (another Trainer with the same
-    model). rows: of the data.
+    model). rows: of the data. sequence: ranks that share each sequence. uneven: samples have positions, and labels that
+    begin later in some; Trainer takes the mean over micro-batches, as it does along a sequence axis. order: of the
+    data's rows; None for Trainer's own.
     """
 
     stage: int | None = None
@@ -45,6 +49,9 @@ class Cell:
     resume: str | None = None
     acts: tuple[str, ...] = ("train",)
     rows: int = 64
+    sequence: int = 1
+    uneven: bool = False
+    order: list[int] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
 
@@ -52,17 +59,31 @@ class Cell:
 class Texts(torch.utils.data.Dataset):
     """Sequences of numbers with a pattern, the same in every process."""
 
-    def __init__(self, count: int = 64, seed: int = 3) -> None:
+    def __init__(self, count: int = 64, seed: int = 3, *, uneven: bool = False) -> None:
         draws = torch.Generator().manual_seed(seed)
         start = torch.randint(0, VOCABULARY, (count, 1), generator=draws)
         step = torch.randint(1, 5, (count, 1), generator=draws)
         self.rows = (start + step * torch.arange(LENGTH)) % VOCABULARY
+        self.uneven = uneven
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index].clone()}
+        row = {"input_ids": self.rows[index], "labels": self.rows[index].clone()}
+        if self.uneven:
+            row["position_ids"] = torch.arange(LENGTH)
+            row["labels"][: 5 * (index % 4)] = -100
+        return row
+
+
+class Ordered(Trainer):
+    """Trainer with an order of rows that is given."""
+
+    order: list[int] | None = None
+
+    def _get_train_sampler(self, *given: Any) -> Any:
+        return self.order or super()._get_train_sampler(*given)
 
 
 def build(cell: Cell) -> LlamaForCausalLM:
@@ -118,7 +139,7 @@ def train(cell: Cell, folder: str) -> dict[str, Any]:
         "output_dir": folder, "max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
         "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 5,
         "dataloader_pin_memory": False, "lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 1.0,
-        **cell.arguments,
+        **sequence_axis(cell.sequence), **cell.arguments,
     }  # fmt: skip
     if cell.stage is not None:
         arguments["deepspeed"] = ds_config(cell, folder)
@@ -131,9 +152,14 @@ def train(cell: Cell, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"acts": []}
 
     def trainer_of() -> Trainer:
-        return Trainer(
-            model=model, args=given, train_dataset=Texts(cell.rows), eval_dataset=Texts(16, 4), callbacks=[seen],
+        made = Ordered(
+            model=model, args=given, train_dataset=Texts(cell.rows, uneven=cell.uneven), eval_dataset=Texts(16, 4),
+            callbacks=[seen],
         )  # fmt: skip
+        made.order = cell.order
+        if cell.uneven:
+            made.model_accepts_loss_kwargs = False
+        return made
 
     trainer = trainer_of()
     for act in cell.acts:
@@ -162,6 +188,14 @@ def train(cell: Cell, folder: str) -> dict[str, Any]:
     if hasattr(trainer.model_wrapped, "close"):
         trainer.model_wrapped.close()
     return found
+
+
+def sequence_axis(size: int) -> dict[str, Any]:
+    """Return the argument by which so many ranks share each sequence; none for one."""
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+    rest = int(os.environ.get("WORLD_SIZE", "1")) // size
+    axes = ParallelismConfig(sp_size=size, dp_shard_size=rest, sp_handler=handler)
+    return {"parallelism_config": axes} if size > 1 else {}
 
 
 def forget() -> None:

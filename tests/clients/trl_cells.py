@@ -27,6 +27,7 @@ import datasets
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -43,7 +44,8 @@ datasets.disable_progress_bars()
 @dataclass
 class Cell:
     """One run. stage: None for plain TRL. offload: of parameters and states. by_path: whether the trainer loads the
-    model, or is given it. width: of the model. arguments: of the trainer's configuration. keys: of DeepSpeed's file.
+    model, or is given it. width: of the model. sequence: ranks that share each. arguments: of the trainer's
+    configuration. keys: of DeepSpeed's file.
     """
 
     trainer: str
@@ -52,6 +54,7 @@ class Cell:
     lora: bool = False
     by_path: bool = False
     width: int = 32
+    sequence: int = 1
     arguments: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
 
@@ -146,13 +149,15 @@ def make_trainer(cell: Cell, folder: Path, seen: Seen) -> Any:
         arguments["deepspeed"] = ds_config(cell, folder)
     else:
         arguments["use_cpu"] = True
+    if cell.sequence > 1:
+        arguments["parallelism_config"] = ParallelismConfig(sp_size=cell.sequence)
     common: dict[str, Any] = {
         "train_dataset": rows(cell.trainer), "processing_class": tokenizer(), "callbacks": [seen],
         "peft_config": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
         if cell.lora else None,
     }  # fmt: skip
     if cell.trainer == "sft":
-        args = SFTConfig(max_length=32, **arguments)
+        args = SFTConfig(**{"max_length": 32, **arguments})
         return SFTTrainer(model=model if cell.by_path else load(folder), args=args, **common)
     if cell.trainer == "dpo":
         args = DPOConfig(max_length=32, **arguments)

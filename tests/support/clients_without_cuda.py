@@ -19,6 +19,7 @@ def install() -> None:
     """Replace these places."""
     _accelerate()
     _transformers()
+    _torch()
 
 
 def _accelerate() -> None:
@@ -41,6 +42,22 @@ def _transformers() -> None:
 
     for module in (import_utils, transformers.utils, transformers.training_args):
         module.is_torch_bf16_gpu_available = lambda: True
+
+
+def _torch() -> None:
+    # The backward of torch's differentiable gather names ranks by their place in the group, which gloo takes for their
+    # place among all.
+    import torch.distributed as dist
+    from torch.distributed.nn import functional
+
+    class Places:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+        def scatter(self, output: Any, parts: Any, place: int, group: Any) -> None:
+            dist.scatter(output, parts, group=group, group_src=place)
+
+    functional.dist = Places()
 
 
 def install_lightning() -> None:

@@ -6,6 +6,9 @@ model itself. So a second training of one Trainer, or one behind an evaluation, 
 `train()` makes the model `model_wrapped` again, and where Trainer would go on with its optimizer, takes the engine out
 of accelerate's hands, for `kept_engine` to find.
 
+accelerate's `skip_first_batches()`, with which a run resumes, makes a loader anew: of parts of sequences it makes whole
+batches.
+
 `Accelerator.prepare()` divides batches by the ranks of a tensor group where it knows of one, by one of its names.
 """
 
@@ -25,6 +28,7 @@ from infinity.config.conflicts import pipeline_sizes, tensor_sizes
 from infinity.config.load import load_config
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, StateError
+from infinity.integrations.deepspeed.ulysses import skipping
 from infinity.log import logger
 from infinity.zero.guards import engines_of
 
@@ -36,7 +40,7 @@ _goes_on: WeakSet[Engine] = WeakSet()
 
 
 def adapt() -> None:
-    """Wrap the two methods, where their modules are imported; idempotent."""
+    """Wrap the two methods and the function, where their modules are imported; idempotent."""
     for module, kind, method, around in (
         ("transformers.trainer", "Trainer", "train", _training),
         ("accelerate.accelerator", "Accelerator", "prepare", _preparing),
@@ -44,6 +48,11 @@ def adapt() -> None:
         owner = getattr(sys.modules.get(module), kind, None)
         if owner is not None and not hasattr(getattr(owner, method), "__infinity__"):
             setattr(owner, method, _wrapped(getattr(owner, method), around))
+    for module in ("accelerate", "accelerate.data_loader", "accelerate.accelerator", "transformers.trainer"):
+        names = vars(sys.modules[module]) if module in sys.modules else {}
+        skip = names.get("skip_first_batches")
+        if skip is not None and not hasattr(skip, "__infinity__"):
+            names["skip_first_batches"] = skipping(skip)
 
 
 def made(engine: Engine, config: Config) -> None:

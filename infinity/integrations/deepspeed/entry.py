@@ -16,7 +16,7 @@ from infinity.distributed.groups import detect
 from infinity.engine import initialize as engine
 from infinity.engine.launch import configuration_of
 from infinity.errors import ConfigError
-from infinity.integrations.deepspeed import clients
+from infinity.integrations.deepspeed import clients, ulysses
 
 # Ranks among which `tp_model_init` was asked to divide a model.
 _asked: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -49,6 +49,7 @@ def initialize(
     given = config if config is not None else config_params
     # Scripts give both, of one file; DeepSpeed takes the argument of the call.
     read = load_config(configuration_of(given, None, args if given is None else None), conventions=conventions())
+    read = ulysses.mpu.configured(read, model, mpu)
     asked = _asked.get(model, 1) if isinstance(model, nn.Module) else 1
     if asked not in {1, *tensor_sizes(read).values()}:
         raise ConfigError(
@@ -61,9 +62,12 @@ def initialize(
     made = engine.initialize(
         model=model, config=read, model_parameters=model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler,
         training_data=training_data, collate_fn=collate_fn, dist_init_required=dist_init_required,
-        distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param, conventions=conventions(),
+        distributed_port=distributed_port, mpu=None if mpu is ulysses.mpu else mpu, mesh_param=mesh_param,
+        conventions=conventions(),
     )  # fmt: skip
     clients.made(made[0], read)
+    if mpu is ulysses.mpu:
+        mpu.made(made[0])
     return made
 
 

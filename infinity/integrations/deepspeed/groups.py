@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from infinity.distributed.groups import ProcessGroups, latest_groups
-from infinity.integrations.deepspeed import comm
+from infinity.integrations.deepspeed import comm, ulysses
 
 
 def get_data_parallel_world_size() -> int:
@@ -52,6 +52,12 @@ def _get_sequence_parallel_world_size() -> int:
 
 def _get_sequence_parallel_rank() -> int:
     return groups.sequence.index if (groups := _divided()) is not None else 0
+
+
+def _get_sequence_parallel_group() -> Any:
+    if ulysses.mpu.get_sequence_parallel_world_size() > 1:
+        return ulysses.mpu.get_sequence_parallel_group()
+    return groups.sequence.process_group if (groups := _divided()) is not None else None
 
 
 def _divided() -> ProcessGroups | None:

@@ -32,6 +32,7 @@ from infinity.integrations.deepspeed import (
     tensor_fragment,
     timers,
     topology,
+    ulysses,
     utils,
     zero,
 )
@@ -89,6 +90,7 @@ _SEQUENCE = (
     "set sequence_parallel_size in the configuration and iterate over engine.sequence_batches(loader); attention of a "
     "program's own calls infinity.sequence_attention"
 )
+_TILED = "call infinity.tile_sequence(model, ...): docs/tiling.md"
 _NO_LINEAR = "layers with adapters are peft's: peft.get_peft_model(model, LoraConfig(...)), then initialize()"
 _NO_TILES = "a weight that is too large to gather is executed in tiles: set zero_optimization.tile_parameters"
 _EVERY_LOADS = f"{reason_of('checkpoint.load_universal')}. Leave the conversion out, and call load_checkpoint()"
@@ -199,6 +201,16 @@ MODULES: dict[str, Names] = {
     "runtime.pipe.topology": _of(
         topology, "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"
     ),
+    "runtime.sequence_parallel.parallel_state_sp": {
+        name: getattr(ulysses.mpu, name)
+        for name in ("get_sequence_parallel_group", "get_sequence_parallel_rank", "get_sequence_parallel_world_size",
+                     "initialize_sequence_parallel")
+    },
+    "runtime.sequence_parallel.ulysses_sp": {
+        **_of(ulysses, "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"),
+        **_no(_TILED, "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute"),
+        **_no(_SEQUENCE, "UlyssesSPAttention"),
+    },
     "runtime.precision_config": {"DeepSpeedFP16Config": configs.Fp16, "DeepSpeedBF16Config": configs.Bf16},
     "runtime.utils": {
         **_of(utils, "call_to_str", "ensure_directory_exists", "move_to_device", "partition_balanced",
@@ -309,7 +321,6 @@ NO_MODULES = {
         "runtime.pipe.schedule": _INTERNAL,
         "runtime.progressive_layer_drop": reason_of("progressive_layer_drop"),
         "runtime.quantize": reason_of("quantize_training"),
-        "runtime.sequence_parallel": _SEQUENCE,
         "runtime.sparse_tensor": reason_of("sparse_gradients"),
         "runtime.superoffload": reason_of("zero_optimization.offload_optimizer.super_offload"),
         "runtime.swap_tensor": _INTERNAL,
