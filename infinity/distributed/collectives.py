@@ -402,14 +402,21 @@ def broadcast_to_all(tensor: Tensor, source: int) -> None:
         tensor.copy_(values)
 
 
+def _small_place(group: AxisGroup) -> torch.device:
+    """Where numbers lie that a group sends: on the CPU, or on the device where its back end knows that alone (NCCL)."""
+    device = torch.accelerator.current_accelerator() if group.process_group is not None else None
+    return torch.device("cpu") if device is None or _is_gloo(group.process_group) else device
+
+
 def exchange(
     values: list[float], group: AxisGroup, name: str = "exchange of numbers"
 ) -> list[list[float]]:
     """Return every member's list of numbers (float64, of one length), by index. Blocks; meant for small decisions."""
     if group.process_group is None:
         return [values]
-    mine = torch.tensor(values, dtype=torch.float64, device="cpu")
-    everyone = torch.empty(group.size * len(values), dtype=torch.float64, device="cpu")
+    place = _small_place(group)
+    mine = torch.tensor(values, dtype=torch.float64, device=place)
+    everyone = torch.empty(group.size * len(values), dtype=torch.float64, device=place)
     with trace.span(trace.WAIT, "other ranks", nbytes=everyone.nbytes):
         all_gather(everyone, mine, group, name).wait()
     return everyone.view(group.size, len(values)).tolist()
@@ -417,11 +424,12 @@ def exchange(
 
 def exchange_texts(text: str, group: AxisGroup, name: str = "exchange of texts") -> list[str]:
     """Return every member's text, of any length, by index. Blocks."""
-    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    place = _small_place(group)
+    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(place)
     sizes = [int(row[0]) for row in exchange([float(mine.numel())], group, name)]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=place)
     padded[: mine.numel()] = mine
-    everyone = torch.empty(group.size * max(sizes), dtype=torch.uint8, device="cpu")
+    everyone = torch.empty(group.size * max(sizes), dtype=torch.uint8, device=place)
     all_gather(everyone, padded, group, name).wait()
     rows = everyone.view(group.size, -1)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]

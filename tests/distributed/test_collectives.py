@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infinity.distributed import collectives
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.groups import ProcessGroups, detect
 
 
@@ -38,3 +39,23 @@ def test_sums_and_broadcasts_are_those_of_all_ranks(rank_pools, ranks):
     expected = [[sum(rank + turn for rank in range(ranks))] * 3 + [turn % ranks] * 2 for turn in turns]
     total = float(torch.tensor(256.0 + ranks - 1).bfloat16())
     assert rank_pools[ranks].run(sums) == [[*expected, [total * 2**rank]] for rank in range(ranks)]
+
+
+def test_numbers_lie_where_the_back_end_can_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL knows the accelerator alone, gloo the CPU too."""
+    sent: list[str] = []
+
+    def gathered(everyone: torch.Tensor, mine: torch.Tensor, *rest: object) -> None:
+        sent.extend((everyone.device.type, mine.device.type))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(collectives, "all_gather", gathered)
+    group = AxisGroup("tensor", 0, 2, object())
+    for backend in ("nccl", "gloo"):
+        monkeypatch.setattr(collectives.dist, "get_backend", lambda _, name=backend: name)
+        with pytest.raises(ValueError, match="seen"):
+            collectives.exchange([1.0], group)
+        with pytest.raises(ValueError, match="seen"):
+            collectives.exchange_texts("text", group)
+    assert sent == ["meta"] * 4 + ["cpu"] * 4

@@ -178,6 +178,8 @@ def closed_twice(rank: int, world_size: int) -> tuple[list[int], int]:
     """Threads of gloo behind each of two engines' groups, while all of these are referred to."""
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
+    # On a machine with much to do, a thread of the program's own group has its name late.
+    time.sleep(0.3)
     before, kept, found = gloo_threads(), [], []
     for _ in range(2):
         groups = ProcessGroups(detect(), timeout_seconds=60)
