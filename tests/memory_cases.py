@@ -176,7 +176,7 @@ def run_case(
         child = subprocess.Popen(
             program, env=env, stdout=subprocess.PIPE, stderr=errors, text=True, preexec_fn=enter, cwd=ROOT
         )
-        peak, result = _Watched(child.pid), {}
+        peak, result = Watched(child.pid), {}
         alarm = threading.Timer(timeout, child.kill)
         alarm.start()
         assert child.stdout is not None
@@ -201,7 +201,7 @@ def run_case(
     }  # fmt: skip
 
 
-class _Watched:
+class Watched:
     """The most anonymous and locked memory of a process, sampled every 20 ms."""
 
     def __init__(self, pid: int) -> None:

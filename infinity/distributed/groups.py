@@ -90,8 +90,9 @@ def job_store(ranks: Ranks, limit_seconds: float) -> dist.Store:
     if not _met:
         limit = timedelta(seconds=limit_seconds)
         store, *_ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=limit))
-        # As torch names it.
-        _met.append(dist.PrefixStore("default_pg", store))
+        # As torch names it; torchrun's own store outlives the ranks, and has the addresses of those before a restart.
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        _met.append(dist.PrefixStore(f"default_pg/{restarts}", store))
     return _met[0]
 
 
@@ -112,8 +113,10 @@ def open_group(ranks: Ranks, *, backends: str = "gloo", timeout: timedelta | Non
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if dist.is_initialized():
         return
+    if ranks.world_size > 1:
+        job_store(ranks, PATIENCE_SECONDS if timeout is None else timeout.total_seconds())
     # One rank alone needs no address to meet at.
-    store = dist.HashStore() if ranks.world_size == 1 else _met.pop() if _met else None
+    store = _met.pop() if _met else dist.HashStore()
     dist.init_process_group(
         backends, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout, store=store
     )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.distributed import collectives
+from infinity.distributed import groups as groups_module
 from infinity.distributed.groups import ProcessGroups, Ranks, detect
 from infinity.errors import ConfigError
 from infinity.plan.types import Topology
@@ -329,3 +330,17 @@ def test_a_group_of_one_that_the_program_opened_is_enough():
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_that_start_again_do_not_read_what_those_before_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store is the same for each of its restarts."""
+    kept = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(kept, 0, 2)]))
+    ranks, found = Ranks(rank=0, world_size=2), []
+    for restart in ("0", "1", "1"):
+        monkeypatch.setattr(groups_module, "_met", [])
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        store = groups_module.job_store(ranks, 5)
+        found.append(store.check(["address"]))
+        store.set("address", "here")
+    assert found == [False, False, True]
