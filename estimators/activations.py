@@ -146,11 +146,11 @@ def activations(
             max([*again, *(block.backward_nbytes for block in whole)]),
         },
     )  # fmt: skip
-    parts = max(moments, key=lambda moment: sum(moment.values()))
+    busiest = max(moments, key=lambda moment: sum(moment.values()))
     form = f"closed form of {_NAMES.get(str(kind), 'Llama')}'s blocks, {attention} attention"
     saved = sum(kept.values()) + sum(last.values()) + (0 if tiled_loss else logits)
     return Activations(
-        nbytes=sum(parts.values()), parts=parts, saved_nbytes=saved,
+        nbytes=sum(busiest.values()), parts=busiest, saved_nbytes=saved,
         source=f"{form}, {'blocks computed again' if checkpointing else 'nothing computed again'}",
         # No gradient goes to the first block's where all before it is frozen: autograd does not save it.
         inputs=len(ahead) - (1 if ahead and adapted is not None else 0), input_nbytes=blocks[0].input_nbytes,
@@ -415,7 +415,8 @@ def _gpt2_block(values: Mapping[str, Any], run: _Pass) -> _Block:
     parts = {
         "norms": normed * tokens * hidden * width,
         # Queries, keys, values, and what comes out, of parts on both sides of the exchange.
-        "attention": tokens * hidden * (3 * inputs_width + width * min(run.parts, 2)) + _scores_nbytes(run, heads, dropout),
+        "attention": tokens * hidden * (3 * inputs_width + width * min(run.parts, 2))
+        + _scores_nbytes(run, heads, dropout),
         # transformers writes this GELU out: its input, tanh, one more than that, half the input, and the product.
         "feed-forward": tokens * functions * inner * width,
         "dropout": 2 * noise,
