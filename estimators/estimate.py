@@ -39,6 +39,7 @@ from estimators.traffic import Link, Traffic, traffic
 from estimators.trees import completed, known
 from infinity.config import Config, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.config.conflicts import pipeline_sizes, tensor_sizes
+from infinity.config.resolve import changed
 from infinity.config.section import replaced
 from infinity.errors import ConfigError
 from infinity.plan.activations import (
@@ -535,6 +536,26 @@ class Estimate:
         """The same run with the loss in tiles, and the MLPs, or with all that they make: the plan is the same."""
         return replace(self, work=replace(self.work, tiled_loss=loss or mlps, tiled_mlps=mlps)).scarcest()
 
+    @cached_property
+    def turned_on(self) -> Mapping[str, int]:
+        """What is done to hold less of activations, from cheap to dear, by name: bytes that the device's tier would hold
+        at its peak without that one.
+        """
+        work, without = self.work, dict[str, Estimate]()
+        if work.checkpointing:
+            without["layers computed again in backward"] = self.with_checkpointing(False)
+        if work.tiled_loss:
+            without["the loss in tiles"] = replace(self, work=replace(work, tiled_loss=False)).scarcest()
+        if work.tiled_mlps:
+            without["the MLPs in tiles"] = self.with_tiles(True)
+        if self.offloaded is not None:
+            kept = changed(self.config, {"activation_checkpointing.offload.device": "none"}).sections
+            without[f"their inputs on {self.offloaded.tier.value} until backward"] = self.under(kept)
+        if work.parts > 1:
+            whole = replace(self, work=replace(work, parts=1))
+            without[f"each sequence shared by {work.parts} ranks"] = whole
+        return {name: other.peak(self.tiers[0]) for name, other in without.items()}
+
     @property
     def may_tile_loss(self) -> bool:
         """Whether the loss may be computed in tiles, as far as the model is known."""
@@ -573,6 +594,7 @@ class Estimate:
                 for phase in self.phases
             },
             "activations": _activations_as_dict(self.activations),
+            "turned_on": dict(self.turned_on),
             "activations_otherwise": _activations_as_dict(self.activations_otherwise),
             "gathered_nbytes_max": plan.schedule.peak_nbytes,
             "nvme_file_nbytes": plan.nvme_nbytes,
@@ -622,13 +644,14 @@ def estimate(
     model: the name of a known model, a Hugging Face config.json (file, folder or its values), or a module, which may be
     on the meta device. config: the training configuration (path, dict or JSON text). tp: ranks of the tensor axis, of
     `ranks` in all; otherwise the configuration's parallel.tensor. pp, schedule, virtual_stages: the same of the
-    pipeline axis, its schedule, and the stages of each of its ranks; sp: ranks that share each
-    sequence (sequence_parallel_size); micro_batches: of a step (gradient_accumulation_steps). batch: sequences in a micro-batch, otherwise the configuration's. sequence: tokens in
-    each, at most 4096 unless said. tiled_loss: the program calls `infinity.tile_sequence(model, mlps=False)`;
-    tiled_mlps: it calls `infinity.tile_sequence(model)`, which tiles the loss as well. machine: what a node has, for
-    `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written; otherwise
-    assumed ones. lora: the rank of peft's adapters, which then are all that is trained; lora_targets: names of the
-    layers that get them, with commas between them or as a sequence, or "all-linear"; otherwise peft's default.
+    pipeline axis, its schedule, and the stages of each of its ranks; sp: ranks that share each sequence
+    (sequence_parallel_size); micro_batches: of a step (gradient_accumulation_steps). batch: sequences in a micro-batch,
+    otherwise the configuration's. sequence: tokens in each, at most 4096 unless said. tiled_loss: the program calls
+    `infinity.tile_sequence(model, mlps=False)`; tiled_mlps: it calls `infinity.tile_sequence(model)`, which tiles the
+    loss as well. machine: what a node has, for `fits` and "auto". profile: measured rates, or the path of the file that
+    `infinity bench` has written; otherwise assumed ones. lora: the rank of peft's adapters, which then are all that is
+    trained; lora_targets: names of the layers that get them, with commas between them or as a sequence, or
+    "all-linear"; otherwise peft's default.
 
     Raises ConfigError for a model, a configuration or a profile that cannot be understood, and for a profile of ranks
     that compute elsewhere than the machine's.

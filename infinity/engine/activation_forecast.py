@@ -556,8 +556,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def stated_batch(config: ResolvedConfig, model: nn.Module) -> dict[str, Tensor] | None:
-    """Return a micro-batch of the configured length, for a model that takes `input_ids`; None without either. Where ranks
-    share each sequence, it is the first one's part.
+    """Return a micro-batch of the configured length, for a model that takes `input_ids`; None without either. Of ranks
+    that share each sequence, the first one's part.
     """
     length = config.sections.memory.activations.sequence_length
     takes = inspect.signature(model.forward).parameters
