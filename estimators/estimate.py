@@ -538,7 +538,7 @@ class Estimate:
 
     @cached_property
     def turned_on(self) -> Mapping[str, int]:
-        """What is done to hold less of activations, from cheap to dear, by name: bytes that the device's tier would hold
+        """What is done to hold less of activations, from cheap to dear, by name: bytes that the device would hold
         at its peak without that one.
         """
         work, without = self.work, dict[str, Estimate]()

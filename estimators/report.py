@@ -121,9 +121,7 @@ def headline(found: Estimate) -> list[str]:
 
 
 def _tensor(found: Estimate) -> list[str]:
-    """What the tensor or the sequence axis leaves to a rank, what it costs, and what stays whole against the plan of the
-    model.
-    """
+    """What the tensor or sequence axis leaves a rank, what it costs, and what stays whole against the model's plan."""
     if found.work.parts > 1:
         return [
             f"sequence axis of {found.work.parts}: a rank has {found.work.tokens:,} tokens of a micro-batch; attention "
