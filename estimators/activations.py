@@ -15,7 +15,7 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.plan.activations import Activations, BlockActivations
-from infinity.plan.sequence_axis import check_parts, key_heads
+from infinity.plan.sequence_axis import key_heads
 from infinity.plan.spec import TILE_TOKENS, TILE_WORDS
 from infinity.plan.types import DTYPE_NBYTES
 
@@ -113,13 +113,10 @@ def activations(
     the names of the layers that have them; then layers without keep no input. tiled_loss: the logits are computed a
     tile at a time, as `infinity.tile_sequence` does it; tiled_mlps: MLPs as well (`may_tile_mlps`). sequence_ranks:
     among so many, activations between the regions of a tensor axis are cut along the sequence; `values` are then one
-    rank's (`local_values`). parts: ranks that share each sequence (`sequence_parallel_size`); the bytes are one rank's,
-    `values` the whole model's. ConfigError where a size is missing, for what cannot be tiled, and for a model that
-    cannot run in parts.
+    rank's (`local_values`). parts: ranks that share each sequence, of which the bytes are one's and `values` the whole
+    model's. ConfigError where a size is missing, and for what cannot be tiled.
     """
     kind, width = values.get("model_type"), DTYPE_NBYTES[compute_dtype]
-    if parts > 1:
-        check_parts(str(kind), values, parts)
     # transformers computes Gemma 2's attention in no other way, for its scores are capped.
     attention = "eager" if kind == "gemma2" else attention
     run = _Pass(batch, sequence, width, attention, accelerator, adapted, rank, sequence_ranks, tiled_mlps, parts)
@@ -156,7 +153,7 @@ def activations(
         inputs=len(ahead) - (1 if ahead and adapted is not None else 0), input_nbytes=blocks[0].input_nbytes,
         blocks=_by_block(
             blocks, [checkpointing and index % every == 0 for index in range(len(blocks))],
-            # What lies behind the last block between forward and backward, and what the loss has at its busiest.
+            # What lies behind the last block between the passes, and what the loss has at its busiest.
             head=sum(last.values()) + (0 if tiled_loss else logits), loss=sum(moments[0].values()) - sum(kept.values()),
             head_deferred=0 if tiled_loss or not run.keeps("lm_head") else
             (ending + run.tokens * _size(values, "vocab_size")) * run.width,
