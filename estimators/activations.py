@@ -127,8 +127,7 @@ def activations(
     logits = run.tokens * _size(values, "vocab_size") * DTYPE_NBYTES["fp32"]
     ending = run.tokens * _size(values, "n_embd" if gpt2 else "hidden_size")
     kept = _kept(whole, ahead)
-    # The last norm keeps its input, and what the head takes; Llama's the normalized values, too.
-    # A loss in tiles keeps what it computes the logits from.
+    # The last norm keeps its input, and what the head, or a loss in tiles, takes; Llama's the normalized values, too.
     head = run.keeps("lm_head") or tiled_loss
     last = {"last norm": ending * (run.width * (1 + head) if gpt2 else _norm_nbytes(values, run, output=head))}
     # A cap of logits keeps them once more.
