@@ -33,6 +33,7 @@ from estimators.search import (
 from estimators.traffic import Link
 from infinity.base import palette
 from infinity.base.sizes import format_bytes
+from infinity.plan.sequence_axis import possible_parts
 from infinity.plan.shards import Replica
 from infinity.plan.types import Kind, Tier
 
@@ -427,8 +428,9 @@ def _fewer_activations(found: Estimate, tier: Tier, share: float) -> str:
     words += "a smaller batch has fewer, " if work.batch > 1 else ""
     tokens = int(share * work.sequence) // 1024 * 1024
     words += f"sequences of about {tokens:,} tokens (--sequence) fit" if tokens else "shorter sequences have fewer"
-    heads = (complete_values(found.model) or {}).get("num_attention_heads", 1)
-    sizes = [size for size in range(work.parts + 1, heads + 1) if heads % size == 0 and share * size >= work.parts]
+    values = complete_values(found.model) or {}
+    wider = range(work.parts + 1, values.get("num_attention_heads", 1) + 1)
+    sizes = possible_parts(values, [size for size in wider if share * size >= work.parts])
     if sizes and tier.on_device and topology.tp == topology.pp == 1:
         words += f", or {sizes[0]} ranks that share each sequence (--ranks {sizes[0]} --sp {sizes[0]})"
     return words

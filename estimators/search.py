@@ -46,7 +46,7 @@ from infinity.plan.activations import Activations
 from infinity.plan.capacity import Capacity
 from infinity.plan.hardware import ASSUMED, HardwareProfile, assumed
 from infinity.plan.pipeline import check_schedule
-from infinity.plan.sequence_axis import check_parts, sent_numel
+from infinity.plan.sequence_axis import possible_parts, sent_numel
 from infinity.plan.stages import find_blocks
 from infinity.plan.tensor_axis import TensorAxis
 from infinity.plan.types import DTYPE_NBYTES, SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Kind, Tier
@@ -249,12 +249,7 @@ class Wish:
         """How many ranks may share each sequence, few first, where the others divide nothing else."""
         if self.options.get("sp") or self.tensor * self.pipeline > 1:
             return (self.shared,)
-        values, found = complete_values(described(self.model)) or {}, []
-        for size in _divisors(self.data):
-            with suppress(ConfigError):
-                check_parts("", values, size)
-                found.append(size)
-        return found
+        return possible_parts(complete_values(described(self.model)) or {}, _divisors(self.data))
 
     @property
     def data(self) -> int:

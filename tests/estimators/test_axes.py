@@ -110,6 +110,7 @@ def test_ranks_that_share_sequences_have_a_part_of_the_work() -> None:
 @pytest.mark.parametrize(
     ("model", "size", "said"),
     [("llama-3.1-8b", 3, "does not divide the 32 attention heads"),
+     ("gpt2", 2, "drops out attention"),
      ({**PRESETS["phi-3-mini"], "rope_scaling": {"type": "longrope"}}, 2, "scales its rotary positions")],
 )  # fmt: skip
 def test_what_the_engine_refuses_to_share_is_refused(model: object, size: int, said: str) -> None:
