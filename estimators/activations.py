@@ -15,6 +15,7 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.plan.activations import Activations, BlockActivations
+from infinity.plan.sequence_axis import key_heads
 from infinity.plan.spec import TILE_TOKENS, TILE_WORDS
 from infinity.plan.types import DTYPE_NBYTES
 
@@ -48,10 +49,13 @@ class _Pass:
     sequence_ranks: int = 1
     # Whether MLPs run a tile of tokens at a time, and again in backward.
     tiled_mlps: bool = False
+    # Ranks that share each sequence: a part of the tokens each, and in attention of the heads.
+    parts: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.sequence
+        """Of this rank."""
+        return self.batch * -(-self.sequence // self.parts)
 
     def keeps(self, *layers: str) -> bool:
         """Whether linear layers of these names keep their input, which they do for the gradient of a weight."""
@@ -68,8 +72,8 @@ class _Pass:
         return self.tokens * columns * self.width
 
     def scores(self, heads: int) -> int:
-        """Elements of one matrix of attention scores, of all heads."""
-        return self.batch * heads * self.sequence * self.sequence
+        """Elements of one matrix of attention scores, of all heads that the rank computes."""
+        return self.batch * heads * self.sequence * self.sequence // self.parts
 
     def noise_nbytes(self, numel: int, probability: float) -> int:
         """What dropout keeps: a flag an element on an accelerator, a factor in the tensor's dtype on the CPU."""
@@ -98,7 +102,7 @@ class _Block:
 def activations(
     values: Mapping[str, Any], *, batch: int, sequence: int, compute_dtype: str, checkpointing: bool = False,
     every: int = 1, attention: str = "sdpa", accelerator: bool = False, adapted: frozenset[str] | None = None,
-    rank: int = 0, tiled_loss: bool = False, tiled_mlps: bool = False, sequence_ranks: int = 1,
+    rank: int = 0, tiled_loss: bool = False, tiled_mlps: bool = False, sequence_ranks: int = 1, parts: int = 1,
 ) -> Activations:  # fmt: skip
     """Bytes of a micro-batch of `batch` sequences for the causal language model of a config.json.
 
@@ -109,12 +113,13 @@ def activations(
     the names of the layers that have them; then layers without keep no input. tiled_loss: the logits are computed a
     tile at a time, as `infinity.tile_sequence` does it; tiled_mlps: MLPs as well (`may_tile_mlps`). sequence_ranks:
     among so many, activations between the regions of a tensor axis are cut along the sequence; `values` are then one
-    rank's (`local_values`). ConfigError where a size is missing, and for what cannot be tiled.
+    rank's (`local_values`). parts: ranks that share each sequence, of which the bytes are one's and `values` the whole
+    model's. ConfigError where a size is missing, and for what cannot be tiled.
     """
     kind, width = values.get("model_type"), DTYPE_NBYTES[compute_dtype]
     # transformers computes Gemma 2's attention in no other way, for its scores are capped.
     attention = "eager" if kind == "gemma2" else attention
-    run = _Pass(batch, sequence, width, attention, accelerator, adapted, rank, sequence_ranks, tiled_mlps)
+    run = _Pass(batch, sequence, width, attention, accelerator, adapted, rank, sequence_ranks, tiled_mlps, parts)
     gpt2 = kind == "gpt2"
     blocks = _blocks(values, run)
     ahead = blocks[::every] if checkpointing else []
@@ -122,8 +127,7 @@ def activations(
     logits = run.tokens * _size(values, "vocab_size") * DTYPE_NBYTES["fp32"]
     ending = run.tokens * _size(values, "n_embd" if gpt2 else "hidden_size")
     kept = _kept(whole, ahead)
-    # The last norm keeps its input, and what the head takes; Llama's the normalized values, too.
-    # A loss in tiles keeps what it computes the logits from.
+    # The last norm keeps its input, and what the head, or a loss in tiles, takes; Llama's the normalized values, too.
     head = run.keeps("lm_head") or tiled_loss
     last = {"last norm": ending * (run.width * (1 + head) if gpt2 else _norm_nbytes(values, run, output=head))}
     # A cap of logits keeps them once more.
@@ -138,17 +142,17 @@ def activations(
             max([*again, *(block.backward_nbytes for block in whole)]),
         },
     )  # fmt: skip
-    parts = max(moments, key=lambda moment: sum(moment.values()))
+    busiest = max(moments, key=lambda moment: sum(moment.values()))
     form = f"closed form of {_NAMES.get(str(kind), 'Llama')}'s blocks, {attention} attention"
     saved = sum(kept.values()) + sum(last.values()) + (0 if tiled_loss else logits)
     return Activations(
-        nbytes=sum(parts.values()), parts=parts, saved_nbytes=saved,
+        nbytes=sum(busiest.values()), parts=busiest, saved_nbytes=saved,
         source=f"{form}, {'blocks computed again' if checkpointing else 'nothing computed again'}",
         # No gradient goes to the first block's where all before it is frozen: autograd does not save it.
         inputs=len(ahead) - (1 if ahead and adapted is not None else 0), input_nbytes=blocks[0].input_nbytes,
         blocks=_by_block(
             blocks, [checkpointing and index % every == 0 for index in range(len(blocks))],
-            # What lies behind the last block between forward and backward, and what the loss has at its busiest.
+            # What lies behind the last block between the passes, and what the loss has at its busiest.
             head=sum(last.values()) + (0 if tiled_loss else logits), loss=sum(moments[0].values()) - sum(kept.values()),
             head_deferred=0 if tiled_loss or not run.keeps("lm_head") else
             (ending + run.tokens * _size(values, "vocab_size")) * run.width,
@@ -267,24 +271,37 @@ def _attention(values: Mapping[str, Any], run: _Pass) -> _Part:
     """Queries, keys, values and what comes out. Written out, each query head has keys and values of its own."""
     heads = _size(values, "num_attention_heads")
     head = values.get("head_dim") or _size(values, "hidden_size") // heads
-    queries, keys = heads * head, (values.get("num_key_value_heads") or heads) * head
+    own = values.get("num_key_value_heads") or heads
+    queries, keys = heads * head, key_heads(own, run.parts) * head
     kept = run.tokens * 2 * (queries + (queries if run.attention == "eager" else keys)) * run.width
     if run.attention == "eager" and not run.keeps("o_proj"):
         # Fused attention itself keeps what comes out.
         kept -= run.tokens * queries * run.width
-    if values.get("model_type") == "phi3" and run.attention == "sdpa":
+    if run.parts > 1 and run.attention == "sdpa" and run.keeps("o_proj"):
+        # What comes out is exchanged, and kept on both sides.
+        kept += run.tokens * queries * run.width
+    elif run.parts == 1 and values.get("model_type") == "phi3" and run.attention == "sdpa":
         # Values are a view of one product with queries and keys, and what comes out is kept in two layouts.
         kept += run.tokens * ((2 if run.keeps("o_proj") else 1) * queries + keys) * run.width
     if values.get("model_type") in ("qwen3", "qwen3_moe", "gemma3_text"):
         # Norms of queries and keys, a head at a time: nothing keeps what comes out.
-        kept += run.tokens * (queries + keys) * _norm_nbytes(values, run, output=False)
+        kept += run.tokens * (queries + own * head) * _norm_nbytes(values, run, output=False)
     if values.get("attn_logit_softcapping"):
         kept += run.scores(heads) * run.width
     hidden = _size(values, "hidden_size")
-    outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    outputs = {"qkv_proj": queries + 2 * keys} if values.get("model_type") == "phi3" else outputs
+    outputs = {"q_proj": queries, "k_proj": own * head, "v_proj": own * head}
+    outputs = {"qkv_proj": queries + 2 * own * head} if values.get("model_type") == "phi3" else outputs
     deferred = run.deferred_nbytes((hidden, outputs), (queries, {"o_proj": hidden}))
-    return _Part("attention", kept + _scores_nbytes(run, heads, 0.0), _scores_backward_nbytes(run, heads), deferred)
+    kept += _scores_nbytes(run, heads, 0.0)
+    behind = max(_scores_backward_nbytes(run, heads), _exchange_nbytes(run, queries + 2 * keys, hidden) - kept)
+    return _Part("attention", kept, behind, deferred)
+
+
+def _exchange_nbytes(run: _Pass, columns: int, hidden: int) -> int:
+    """What backward has where the gradients of queries, keys and values go back to their tokens: these, what is sent of
+    them, what arrives, and that in its order, beside the residual's gradient. What attention keeps is gone by then.
+    """
+    return run.tokens * (4 * columns + hidden) * run.width if run.parts > 1 else 0
 
 
 def _latent_attention(values: Mapping[str, Any], run: _Pass) -> _Part:
@@ -295,8 +312,9 @@ def _latent_attention(values: Mapping[str, Any], run: _Pass) -> _Part:
     normed = tokens * latent * _norm_nbytes(values, run, output=run.keeps("kv_b_proj"))
     normed += tokens * (values.get("q_lora_rank") or 0) * _norm_nbytes(values, run, output=run.keeps("q_b_proj"))
     # Queries, keys, what values are a view of, and what comes out, in two layouts: the last for the next layer alone.
+    # Of parts, values are not a view.
     after = value if run.keeps("o_proj") else 0
-    each = (2 * keys + plain + value + value + after) * width
+    each = (2 * keys + plain * (run.parts == 1) + value + value + after) * width
     scores, behind = _scores_nbytes(run, heads, 0.0), _scores_backward_nbytes(run, heads)
     if run.attention == "eager":
         each = (2 * keys + value + after) * width
@@ -392,8 +410,9 @@ def _gpt2_block(values: Mapping[str, Any], run: _Pass) -> _Block:
     functions = (5 if function == "gelu_new" else 2) - (not run.keeps("c_proj"))
     parts = {
         "norms": normed * tokens * hidden * width,
-        # Queries, keys, values, and what comes out.
-        "attention": tokens * hidden * (3 * inputs_width + width) + _scores_nbytes(run, heads, dropout),
+        # Queries, keys, values, and what comes out, of parts on both sides of the exchange.
+        "attention": tokens * hidden * (3 * inputs_width + width * min(run.parts, 2))
+        + _scores_nbytes(run, heads, dropout),
         # transformers writes this GELU out: its input, tanh, one more than that, half the input, and the product.
         "feed-forward": tokens * functions * inner * width,
         "dropout": 2 * noise,

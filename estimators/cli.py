@@ -118,7 +118,7 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     searches = args.fit or args.max or (args.config is None and not args.compare and machine.known)
     _refuse_idle(args, searches)
     options: dict[str, Any] = {
-        "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "tp": args.tp, "pp": args.pp,
+        "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "tp": args.tp, "pp": args.pp, "sp": args.sp,
         "schedule": args.schedule, "virtual_stages": args.virtual_stages, "micro_batches": args.micro_batches,
         "batch": args.batch, "sequence": args.sequence, "profile": load_profile(args.profile) if args.profile else None,
     }  # fmt: skip
@@ -281,7 +281,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batches", type=_positive, metavar="N",
         help="micro-batches in a step (default: gradient_accumulation_steps, else 1)",
     )  # fmt: skip
-    work.add_argument("--sequence", type=_positive, metavar="N", help="tokens in a sequence (default: up to 4096)")
+    work.add_argument(
+        "--sequence", "--tokens", type=_positive, metavar="N", help="tokens in a sequence (default: up to 4096)"
+    )
     work.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction,
         help="compute activations again in backward (a search: where it is needed)",
@@ -324,6 +326,10 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--pp", type=_positive, metavar="N",
         help="of them, ranks that divide the blocks among stages (default: parallel.pipeline, else 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--sp", type=_positive, metavar="N",
+        help="of them, ranks that share each sequence (default: sequence_parallel_size; a search: as it needs)",
     )  # fmt: skip
     group.add_argument("--schedule", choices=SCHEDULES, help="of that pipeline (default: parallel.schedule, else 1f1b)")
     group.add_argument(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from estimators.step_time import StageOperations
+from infinity.plan.sequence_axis import key_heads
 from infinity.plan.spec import ModuleNode
 from infinity.plan.stages import StageCut
 from infinity.plan.tensor_axis import HEADS, Role, TensorAxis, plan_tensor_axis, written_styles
@@ -118,6 +119,22 @@ def _attention_width(values: Mapping[str, Any]) -> int:
         wide = values.get("qk_rope_head_dim", 64) + values.get("qk_nope_head_dim", 128) + values.get("v_head_dim", 128)
         return int(layers * heads * wide // 2)
     return int(layers * heads * (values.get("head_dim") or hidden // heads))
+
+
+def attention_columns(values: Mapping[str, Any], parts: int) -> int:
+    """Return the width of the queries, keys, values and outputs that `parts` ranks of a sequence exchange, summed over
+    layers; 0 for an unknown architecture.
+    """
+    heads = values.get("num_attention_heads", values.get("n_head"))
+    hidden, layers = values.get("hidden_size", values.get("n_embd")), values.get("num_hidden_layers", 0)
+    if not heads or not hidden:
+        return 0
+    layers = layers or values.get("n_layer", 0)
+    if values.get("kv_lora_rank"):
+        keys = values.get("qk_rope_head_dim", 64) + values.get("qk_nope_head_dim", 128)
+        return int(layers * heads * 2 * (keys + values.get("v_head_dim", 128)))
+    own = key_heads(values.get("num_key_value_heads") or heads, parts)
+    return int(layers * 2 * (heads + own) * (values.get("head_dim") or hidden // heads))
 
 
 _WORDS = {"lm_head": "colwise_gather_output", "model.embed_tokens": "embedding_rowwise"}

@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from estimators.activations import activations, may_tile_loss
-from estimators.compute import exchanged_nbytes, local_values, stage_operations, step_flops, tensor_axis_of_values
+from estimators.compute import (
+    attention_columns,
+    exchanged_nbytes,
+    local_values,
+    stage_operations,
+    step_flops,
+    tensor_axis_of_values,
+)
 from estimators.model import Described, Lora, described
 from estimators.phases import Phase, at_rest, bytes_by_phase
 from estimators.step_time import PipelineStepTime, RankWork, StageOperations, StepTime, predict, predict_pipeline
@@ -32,6 +39,7 @@ from estimators.traffic import Link, Traffic, traffic
 from estimators.trees import completed, known
 from infinity.config import Config, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.config.conflicts import pipeline_sizes, tensor_sizes
+from infinity.config.resolve import changed
 from infinity.config.section import replaced
 from infinity.errors import ConfigError
 from infinity.plan.activations import (
@@ -46,6 +54,7 @@ from infinity.plan.capacity import ACCELERATOR, Capacity, free_cpu_nbytes, withi
 from infinity.plan.hardware import HardwareProfile, assumed, load_profile
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan, make_plan
+from infinity.plan.sequence_axis import check_parts, sent_numel
 from infinity.plan.spec import ModuleNode
 from infinity.plan.stages import StageCut, cut_model, find_blocks
 from infinity.plan.tensor_axis import TensorAxis, tensor_axis_of
@@ -115,7 +124,10 @@ INIT_NBYTES = 256 * 10**6
 # Micro-batches of other sizes have the same plan: a search asks for each of them many times.
 _make_plan = lru_cache(maxsize=32)(make_plan)
 
-_ASKED = {"parallel.tensor": "ranks of the tensor axis", "parallel.pipeline": "ranks of the pipeline axis"}
+_ASKED = {
+    "parallel.tensor": "ranks of the tensor axis", "parallel.pipeline": "ranks of the pipeline axis",
+    "sequence_parallel_size": "ranks to a sequence",
+}  # fmt: skip
 
 Table = Mapping[Tier, Mapping[Kind, int]]
 
@@ -132,6 +144,8 @@ class Workload:
     # Whether the logits of a few tokens at a time are there, not all of them; and what MLPs make inside, too.
     tiled_loss: bool = False
     tiled_mlps: bool = False
+    # Ranks that share each sequence.
+    parts: int = 1
 
     @classmethod
     def of(
@@ -149,13 +163,15 @@ class Workload:
         return cls(batch, length, checkpointing, tiled_loss=tiled_loss or tiled_mlps, tiled_mlps=tiled_mlps)
 
     def under(self, config: ResolvedConfig) -> Workload:
-        """With layers computed again where the configuration says so."""
+        """With layers computed again, and sequences shared, where the configuration says so."""
         every = config.sections.activation_checkpointing.every
-        return replace(self, checkpointing=self.checkpointing or every > 0, every=max(every, 1))
+        again = self.checkpointing or every > 0
+        return replace(self, checkpointing=again, every=max(every, 1), parts=config.sequence)
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.sequence
+        """Of this rank: where sequences are shared, its part, filled up."""
+        return self.batch * -(-self.sequence // self.parts)
 
 
 @dataclass(frozen=True)
@@ -322,14 +338,25 @@ class Estimate:
 
     @cached_property
     def exchanged_nbytes(self) -> int:
-        """Bytes that a rank sends to the others of its tensor group in one micro-batch."""
+        """Bytes that a rank sends to the others of its tensor group, or of its sequence, in one micro-batch."""
+        recomputed = 1 / self.work.every if self.work.checkpointing else 0.0
+        if self.work.parts > 1:
+            return round(self.attention_nbytes * (2 + recomputed))
         if self.axis.size == 1:
             return 0
-        recomputed = 1 / self.work.every if self.work.checkpointing else 0.0
         return exchanged_nbytes(
             self.axis, self.tree, tokens=self.work.tokens, width=DTYPE_NBYTES[self.config.compute_dtype],
             recomputed=recomputed, runs=self._runs,
         )  # fmt: skip
+
+    @cached_property
+    def attention_nbytes(self) -> int:
+        """Bytes that attention of all layers sends to the other ranks of a sequence in one direction of a micro-batch;
+        0 for an unknown architecture.
+        """
+        values, parts = complete_values(self.model) or {}, self.work.parts
+        columns = attention_columns(values, parts)
+        return sent_numel(columns, tokens=self.work.tokens, size=parts) * DTYPE_NBYTES[self.config.compute_dtype]
 
     @property
     def lora(self) -> dict[str, Any] | None:
@@ -476,6 +503,9 @@ class Estimate:
     def _tensor_as_dict(self) -> dict[str, Any]:
         """The axes and what the tensor axis costs; nothing where there is one axis."""
         topology = self.plan.topology
+        if topology.sp > 1:
+            sent = self.exchanged_nbytes * self.accumulation
+            return {"data": topology.replicas, "sequence_ranks": topology.sp, "sequence_sent_nbytes": sent}
         if topology.tp == 1:
             return {"data": topology.dp} if topology.pp > 1 else {}
         return {
@@ -494,7 +524,7 @@ class Estimate:
     def under(self, config: Any) -> Estimate:
         """The same run under a configuration that differs in `activation_checkpointing` only: the plan is the same."""
         topology = self.plan.topology
-        axes = {"parallel.tensor": topology.tp, "parallel.pipeline": topology.pp}
+        axes = {"parallel.tensor": topology.tp, "parallel.pipeline": topology.pp, "sequence_parallel_size": topology.sp}
         resolved = _resolved(self.model, _with_sizes(config, axes), topology.world_size, topology.local_size)
         return replace(self, config=resolved, work=self.work.under(resolved)).scarcest()
 
@@ -505,6 +535,26 @@ class Estimate:
     def with_tiles(self, loss: bool, mlps: bool = False) -> Estimate:
         """The same run with the loss in tiles, and the MLPs, or with all that they make: the plan is the same."""
         return replace(self, work=replace(self.work, tiled_loss=loss or mlps, tiled_mlps=mlps)).scarcest()
+
+    @cached_property
+    def turned_on(self) -> Mapping[str, int]:
+        """What is done to hold less of activations, from cheap to dear, by name: bytes that the device would hold
+        at its peak without that one.
+        """
+        work, without = self.work, dict[str, Estimate]()
+        if work.checkpointing:
+            without["layers computed again in backward"] = self.with_checkpointing(False)
+        if work.tiled_loss:
+            without["the loss in tiles"] = replace(self, work=replace(work, tiled_loss=False)).scarcest()
+        if work.tiled_mlps:
+            without["the MLPs in tiles"] = self.with_tiles(True)
+        if self.offloaded is not None:
+            kept = changed(self.config, {"activation_checkpointing.offload.device": "none"}).sections
+            without[f"their inputs on {self.offloaded.tier.value} until backward"] = self.under(kept)
+        if work.parts > 1:
+            whole = replace(self, work=replace(work, parts=1))
+            without[f"each sequence shared by {work.parts} ranks"] = whole
+        return {name: other.peak(self.tiers[0]) for name, other in without.items()}
 
     @property
     def may_tile_loss(self) -> bool:
@@ -544,6 +594,7 @@ class Estimate:
                 for phase in self.phases
             },
             "activations": _activations_as_dict(self.activations),
+            "turned_on": dict(self.turned_on),
             "activations_otherwise": _activations_as_dict(self.activations_otherwise),
             "gathered_nbytes_max": plan.schedule.peak_nbytes,
             "nvme_file_nbytes": plan.nvme_nbytes,
@@ -574,6 +625,7 @@ def estimate(
     ranks_per_node: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
+    sp: int | None = None,
     schedule: str | None = None,
     virtual_stages: int | None = None,
     micro_batches: int | None = None,
@@ -592,13 +644,14 @@ def estimate(
     model: the name of a known model, a Hugging Face config.json (file, folder or its values), or a module, which may be
     on the meta device. config: the training configuration (path, dict or JSON text). tp: ranks of the tensor axis, of
     `ranks` in all; otherwise the configuration's parallel.tensor. pp, schedule, virtual_stages: the same of the
-    pipeline axis, its schedule, and the stages of each of its ranks; micro_batches: of a step
-    (gradient_accumulation_steps). batch: sequences in a micro-batch, otherwise the configuration's. sequence: tokens in
-    each, at most 4096 unless said. tiled_loss: the program calls `infinity.tile_sequence(model, mlps=False)`;
-    tiled_mlps: it calls `infinity.tile_sequence(model)`, which tiles the loss as well. machine: what a node has, for
-    `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written; otherwise
-    assumed ones. lora: the rank of peft's adapters, which then are all that is trained; lora_targets: names of the
-    layers that get them, with commas between them or as a sequence, or "all-linear"; otherwise peft's default.
+    pipeline axis, its schedule, and the stages of each of its ranks; sp: ranks that share each sequence
+    (sequence_parallel_size); micro_batches: of a step (gradient_accumulation_steps). batch: sequences in a micro-batch,
+    otherwise the configuration's. sequence: tokens in each, at most 4096 unless said. tiled_loss: the program calls
+    `infinity.tile_sequence(model, mlps=False)`; tiled_mlps: it calls `infinity.tile_sequence(model)`, which tiles the
+    loss as well. machine: what a node has, for `fits` and "auto". profile: measured rates, or the path of the file that
+    `infinity bench` has written; otherwise assumed ones. lora: the rank of peft's adapters, which then are all that is
+    trained; lora_targets: names of the layers that get them, with commas between them or as a sequence, or
+    "all-linear"; otherwise peft's default.
 
     Raises ConfigError for a model, a configuration or a profile that cannot be understood, and for a profile of ranks
     that compute elsewhere than the machine's.
@@ -614,6 +667,7 @@ def estimate(
     sizes = {
         "parallel.tensor": tp, "parallel.pipeline": pp, "parallel.schedule": schedule,
         "parallel.virtual_stages": virtual_stages, "gradient_accumulation_steps": micro_batches,
+        "sequence_parallel_size": sp,
     }  # fmt: skip
     resolved = _resolved(what, _with_sizes(config, sizes), ranks, local)
     size = resolved.micro_batch if batch is None else batch
@@ -627,11 +681,8 @@ def _estimated(
     model: Described, config: ResolvedConfig, work: Workload, machine: Machine, rates: HardwareProfile
 ) -> Estimate:
     """Make the plan of each place on the pipeline axis."""
-    if config.sequence > 1:
-        raise ConfigError(
-            f"sequence_parallel_size is {config.sequence}, and estimates know no sequence axis yet: leave it out, and "
-            "give the tokens of a rank's part as the length of a sequence (--sequence)"
-        )
+    if config.sequence > 1 and model.values is not None:
+        check_parts(model.name, complete_values(model) or model.values, config.sequence)
     root = model.tree(config.compute_dtype)
     parallel = config.sections.parallel
     axis = _planned_axis(model, root, size=config.tensor, sequence=parallel.sequence, given=parallel.plan)
@@ -710,7 +761,12 @@ def _planned_axis(
 def _with_sizes(config: Any, sizes: Mapping[str, int | str | None]) -> Config:
     """The configuration with these values by path; ConfigError where it names others."""
     loaded = load_config(config)
-    axes = {"parallel.tensor": tensor_sizes(loaded), "parallel.pipeline": pipeline_sizes(loaded)}
+    axes: dict[str, Mapping[str, int]] = {
+        "parallel.tensor": tensor_sizes(loaded), "parallel.pipeline": pipeline_sizes(loaded),
+        "sequence_parallel_size": {}
+        if loaded.sequence_parallel_size == 1
+        else {"sequence_parallel_size": loaded.sequence_parallel_size},
+    }  # fmt: skip
     for path, value in sizes.items():
         given = {path: attrgetter(path)(loaded)} if path in loaded.provenance.given else {}
         named = axes.get(path, given)
@@ -766,7 +822,7 @@ def activations_of(
         local_values(values, axis) if axis.size > 1 else values, batch=work.batch, sequence=work.sequence,
         compute_dtype=dtype, checkpointing=work.checkpointing, every=work.every, accelerator=machine.accelerator,
         adapted=model.adapted_layers, rank=0 if model.lora is None else model.lora.rank, tiled_loss=work.tiled_loss,
-        tiled_mlps=work.tiled_mlps, sequence_ranks=axis.size if axis.sequence else 1,
+        tiled_mlps=work.tiled_mlps, sequence_ranks=axis.size if axis.sequence else 1, parts=work.parts,
     )  # fmt: skip
 
 

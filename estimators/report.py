@@ -8,7 +8,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 
-from estimators.estimate import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES, Estimate
+from estimators.estimate import (
+    CONTEXT_NBYTES,
+    DRIVE_SHARE,
+    GAPS,
+    PROCESS_NBYTES,
+    SYSTEM_NBYTES,
+    Estimate,
+    complete_values,
+)
 from estimators.phases import Phase, state_dict_nbytes
 from estimators.search import (
     DAYS_MIN,
@@ -25,6 +33,7 @@ from estimators.search import (
 from estimators.traffic import Link
 from infinity.base import palette
 from infinity.base.sizes import format_bytes
+from infinity.plan.sequence_axis import possible_parts
 from infinity.plan.shards import Replica
 from infinity.plan.types import Kind, Tier
 
@@ -34,7 +43,6 @@ _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVM
 _WHY = {
     Kind.GRAD: "each trained parameter has one. With parameters or states on NVMe, gradients without room go there, "
     "too; or train fewer parameters (--lora RANK), on more ranks",
-    Kind.ACTIVATION: "shorter sequences or a smaller batch have fewer",
 }
 _UNIT = re.compile(r"(\d) ([kMGT]?B\b|%|s\b|ms\b|days\b|min\b)")
 
@@ -114,7 +122,12 @@ def headline(found: Estimate) -> list[str]:
 
 
 def _tensor(found: Estimate) -> list[str]:
-    """What the tensor axis leaves to a rank, what it costs, and what stays whole against the model's plan."""
+    """What the tensor or sequence axis leaves a rank, what it costs, and what stays whole against the model's plan."""
+    if found.work.parts > 1:
+        return [
+            f"sequence axis of {found.work.parts}: a rank has {found.work.tokens:,} tokens of a micro-batch; attention "
+            f"sends {format_bytes(found.exchanged_nbytes * found.accumulation)} a step to the others"
+        ]
     if found.axis.size == 1:
         return []
     replicated = sum(layout.numel for layout in found.plan.layouts if layout.replica is not Replica.NONE)
@@ -228,7 +241,8 @@ def chosen(choice: Choice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
     lines = headline(found)
     if found.fits:
         known = "It fits." if found.activations else "It fits as far as is known: activations are not counted."
-        lines += ["", f"{known} {_summary(found)}", "", "Configuration:", as_json(choice.config), *to_choose(choice)]
+        lines += ["", f"{known} {_summary(found)}", *_turned_on(found), "", "Configuration:", as_json(choice.config)]
+        lines += to_choose(choice)
     else:
         lines += ["", "It does not fit, and no other placement that was tried does. What lacks the least is shown.", ""]
         lines += _missing(found)
@@ -242,6 +256,14 @@ def chosen(choice: Choice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
     return "\n".join([*lines, *_activations(found), *_step(found), *_notes(found)])
 
 
+def _turned_on(found: Estimate) -> list[str]:
+    """What is done to hold less of activations, and why: one line each."""
+    tier, lines = found.tiers[0], [f"  {name}: {format_bytes(nbytes)}" for name, nbytes in found.turned_on.items()]
+    room = f"{format_bytes(found.capacity.of(tier) or 0)} {_place(found, tier)}"
+    head = f"Turned on for activations, and what a rank, which may have {room}, would hold there without each:"
+    return ["", head, *lines] if lines else []
+
+
 def advised(advice: Advice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
     """The best configuration as a search shows it, under the three best with what each gives for what."""
     if not advice.best.estimate.fits:
@@ -250,6 +272,7 @@ def advised(advice: Advice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
     names = [tier_name(advice.best.estimate, tier, short=True) for tier in near]
     tiled = any(choice.estimate.work.tiled_loss for choice in advice.choices)
     divided = any(choice.estimate.plan.topology.world_size > 1 for choice in advice.choices)
+    shared = any(choice.estimate.work.parts > 1 for choice in advice.choices)
     axes = ["axes", "schedule", "step", "bubble"] if divided else []
     head = ["parameters, optimizer", *axes, "tokens/s", "batch", "recompute", *(["in tiles"] if tiled else [])]
     worn = any(days_of_training(choice) for choice in advice.choices) or not divided
@@ -261,10 +284,10 @@ def advised(advice: Advice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
         batch, again = f"{found.work.batch} x {found.accumulation}", ["yes" if found.work.checkpointing else "no"]
         again += [_tiles_in_words(found)] if tiled else []
         again[0] += f", {tier_name(found, found.offloaded.tier, short=True)}" if found.offloaded else ""
-        own = _axes(found) if divided else []
+        own = _axes(found, with_sequence=shared) if divided else []
         row = [", ".join(homes), *own, f"{tokens_a_second(choice):,.0f}", batch, *again, *held]
         rows.append([*row, *([duration(days * 86_400) if days else "-"] if worn else [])])
-    said = "axes: data x tensor x pipeline; " if divided else ""
+    said = f"axes: data x {'sequence x ' if shared else ''}tensor x pipeline; " if divided else ""
     lines = [
         f"The best for this machine, and the next that differ ({said}batch: sequences at a time x accumulated):", "",
     ]
@@ -280,10 +303,11 @@ def advised(advice: Advice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
     return "\n".join([*lines, "", chosen(advice.best)])
 
 
-def _axes(found: Estimate) -> list[str]:
+def _axes(found: Estimate, *, with_sequence: bool) -> list[str]:
     """The axes that ranks are divided among, the schedule of a pipeline, a step's time, and the bubble in it."""
     topology, part, schedule = found.plan.topology, found.plan.pipeline, found.schedule
-    axes = f"{topology.dp} x {topology.tp} x {topology.pp}"
+    shared = f" x {topology.sp}" if with_sequence else ""
+    axes = f"{topology.replicas}{shared} x {topology.tp} x {topology.pp}"
     if part is None or schedule is None:
         return [axes, "-", duration(found.outline.seconds), "-"]
     chunks = f" x {part.split.virtual}" if part.split.virtual > 1 else ""
@@ -383,7 +407,33 @@ def _missing(found: Estimate) -> list[str]:
             if (held := max(table.get(kind, 0) for table in kinds)) >= nbytes:
                 name = f"{kind.label} ({found.plan.request.grad_dtype})" if kind is Kind.GRAD else kind.label
                 lines.append(f"Of what is too much {_place(found, tier)}, {name} are {format_bytes(held)}: {why}.")
+        held = max(table.get(Kind.ACTIVATION, 0) for table in kinds)
+        if held >= nbytes:
+            lines.append(
+                f"Of what is too much {_place(found, tier)}, activations are {format_bytes(held)}: "
+                f"{_fewer_activations(found, tier, 1 - nbytes / held)}."
+            )
     return lines
+
+
+def _fewer_activations(found: Estimate, tier: Tier, share: float) -> str:
+    """What to do where a share of a tier's activations has room: fewer tokens, or more ranks to each sequence."""
+    work, topology, away = found.work, found.plan.topology, found.offloaded
+    parts = dict(found.activations.parts) if found.activations is not None else {}
+    if away is not None:
+        inputs = f"inputs of {away.count} blocks"
+        parts = {inputs: away.nbytes} if tier is away.tier else {**parts, inputs: away.each_nbytes}
+    largest = max(parts, key=lambda name: parts[name], default="")
+    words = f"most of them {largest} ({format_bytes(parts[largest])}); " if largest else ""
+    words += "a smaller batch has fewer, " if work.batch > 1 else ""
+    tokens = int(share * work.sequence) // 1024 * 1024
+    words += f"sequences of about {tokens:,} tokens (--sequence) fit" if tokens else "shorter sequences have fewer"
+    values = complete_values(found.model) or {}
+    wider = range(work.parts + 1, values.get("num_attention_heads", 1) + 1)
+    sizes = possible_parts(values, [size for size in wider if share * size >= work.parts])
+    if sizes and tier.on_device and topology.tp == topology.pp == 1:
+        words += f", or {sizes[0]} ranks that share each sequence (--ranks {sizes[0]} --sp {sizes[0]})"
+    return words
 
 
 def _activations(found: Estimate) -> list[str]:

@@ -27,7 +27,7 @@ from math import ceil, gcd
 from typing import Any, NamedTuple
 
 from estimators.activations import may_tile_loss, may_tile_mlps
-from estimators.compute import step_flops
+from estimators.compute import attention_columns, step_flops
 from estimators.estimate import (
     RANKS_PER_NODE,
     Estimate,
@@ -46,6 +46,7 @@ from infinity.plan.activations import Activations
 from infinity.plan.capacity import Capacity
 from infinity.plan.hardware import ASSUMED, HardwareProfile, assumed
 from infinity.plan.pipeline import check_schedule
+from infinity.plan.sequence_axis import possible_parts, sent_numel
 from infinity.plan.stages import find_blocks
 from infinity.plan.tensor_axis import TensorAxis
 from infinity.plan.types import DTYPE_NBYTES, SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Kind, Tier
@@ -237,6 +238,18 @@ class Wish:
     def pipeline(self) -> int:
         """Ranks of the pipeline axis."""
         return self.options.get("pp") or 1
+
+    @property
+    def shared(self) -> int:
+        """Ranks that share each sequence, of the data axis."""
+        return self.options.get("sp") or 1
+
+    @property
+    def shares(self) -> Sequence[int]:
+        """How many ranks may share each sequence, few first, where the others divide nothing else."""
+        if self.options.get("sp") or self.tensor * self.pipeline > 1:
+            return (self.shared,)
+        return possible_parts(complete_values(described(self.model)) or {}, _divisors(self.data))
 
     @property
     def data(self) -> int:
@@ -628,7 +641,8 @@ def _config(
     # A rate that suits AdamW suits Muon's matrices, too.
     more = {"adjust_lr_fn": "match_rms_adamw"} if wish.optimizer == "Muon" else {}
     optimizer = {"type": wish.optimizer, "params": {"lr": wish.rate, **more}}
-    axes = {"parallel": wish.parallel} if wish.parallel else {}
+    axes: dict[str, Any] = {"parallel": wish.parallel} if wish.parallel else {}
+    axes |= {"sequence_parallel_size": wish.shared} if wish.shared > 1 else {}
     # So many leave a pipeline's bubble small, and all schedules take them.
     usual = _MICRO_BATCHES_A_RANK * wish.pipeline if wish.pipeline > 1 else 1
     steps = wish.options.get("micro_batches") or usual
@@ -682,11 +696,13 @@ class AxesLayout(NamedTuple):
     data: int
     schedule: str
     virtual: int
+    # Ranks that share each sequence, of the data axis.
+    shared: int = 1
 
     @property
-    def axes(self) -> tuple[int, int, int]:
-        """Ranks along the data, the tensor and the pipeline axis."""
-        return self.data, self.tensor, self.pipeline
+    def axes(self) -> tuple[int, ...]:
+        """Ranks along the data, the tensor and the pipeline axis, and those that share a sequence."""
+        return self.data, self.tensor, self.pipeline, self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -708,8 +724,8 @@ def fit_axes(wish: Wish) -> list[Choice]:
     """
     wish.check()
     found: list[Choice] = []
-    planned: dict[tuple[int, int, int], int] = {}
-    done: set[tuple[int, int, int]] = set()
+    planned: dict[tuple[int, ...], int] = {}
+    done: set[tuple[int, ...]] = set()
     # The options that no configuration says.
     names = ("ranks", "ranks_per_node", "sequence", "profile")
     others = {name: wish.options[name] for name in names if name in wish.options}
@@ -739,6 +755,7 @@ def _with_axes(wish: Wish, each: _Candidate) -> dict[str, Any]:
     config["train_micro_batch_size_per_gpu"] = each.micro
     config["gradient_accumulation_steps"] = each.micro_batches
     config |= {"parallel": parallel} if parallel else {}
+    config |= {"sequence_parallel_size": layout.shared} if layout.shared > 1 else {}
     return config | ({"activation_checkpointing": each.sparing.section} if each.sparing.section else {})
 
 
@@ -751,22 +768,28 @@ class _Model:
         self._root = self._what.tree(wish.dtype)
         self._blocks = len(find_blocks(self._root, self._what.blocks))
         self._values = complete_values(self._what) or {}
-        self._activations: dict[tuple[int, int, bool, bool, bool], Activations | None] = {}
+        self._activations: dict[tuple[int, int, int, bool, bool, bool], Activations | None] = {}
         self._axes: dict[int, TensorAxis] = {}
         specs = self._root.all_params().values()
         self._numel = sum(spec.numel for spec in specs)
         self._trained = sum(spec.numel for spec in specs if spec.trainable)
 
     def candidates(self) -> Iterator[_Candidate]:
-        """Yield what may fit, with the tokens a second that closed forms promise."""
+        """Yield what may fit, with the tokens a second that closed forms promise. Ranks share sequences only where a
+        rank has no room for one of its own.
+        """
         # A program is changed for MLPs in tiles only where it was asked for.
         near = [sparing for sparing in self._wish.near if self._wish.tiled_mlps or not sparing.tiled_mlps]
+        alone = False
         for layout in self._layouts():
+            if layout.shared > 1 and alone:
+                continue
             for micro, micro_batches in self._batches(layout):
                 for sparing in near:
                     held = self._held(layout, micro, micro_batches, sparing)
                     for placed in self._wish.placements(layout.data):
                         if self._fits(layout, placed, held):
+                            alone = alone or layout.tensor == layout.pipeline == 1
                             speed = self._speed(layout, micro, micro_batches, sparing, placed)
                             yield _Candidate(layout, micro, micro_batches, placed, sparing, speed)
 
@@ -781,7 +804,9 @@ class _Model:
                 data = ranks // tensor // pipeline
                 for schedule, virtual in _schedules(pipeline, self._blocks):
                     if options.get("schedule") in (None, schedule) and options.get("virtual_stages") in (None, virtual):
-                        yield AxesLayout(tensor, pipeline, data, schedule, virtual)
+                        # A sequence axis lies along data-parallel ranks only.
+                        for shared in self._wish.shares if data == ranks else (self._wish.shared,):
+                            yield AxesLayout(tensor, pipeline, data, schedule, virtual, shared)
 
     def _divides(self, tensor: int) -> bool:
         try:
@@ -793,10 +818,11 @@ class _Model:
     def _batches(self, layout: AxesLayout) -> Iterator[tuple[int, int]]:
         """(sequences in a micro-batch, micro-batches of a step) of about equal tokens a step."""
         options, sequence = self._wish.options, self._work(1, self._wish.near[0]).sequence
-        target = max(_TOKENS, options.get("ranks", 1) * sequence)
+        replicas = layout.data // layout.shared
+        target = max(_TOKENS, options.get("ranks", 1) // layout.shared * sequence)
         sizes = [options["batch"]] if options.get("batch") else _MICRO_SIZES
         for micro in sizes:
-            count = options.get("micro_batches") or round(target / (layout.data * micro * sequence))
+            count = options.get("micro_batches") or round(target / (replicas * micro * sequence))
             while count > 0:
                 try:
                     check_schedule(layout.schedule, layout.pipeline, count, layout.virtual)
@@ -806,28 +832,30 @@ class _Model:
                 yield micro, count
                 break
 
-    def _work(self, micro: int, sparing: Sparing) -> Workload:
-        return Workload.of(
+    def _work(self, micro: int, sparing: Sparing, shared: int = 1) -> Workload:
+        whole = Workload.of(
             self._what, micro, self._wish.options.get("sequence"), checkpointing=bool(sparing.section),
             tiled_loss=sparing.tiled_loss, tiled_mlps=sparing.tiled_mlps,
         )  # fmt: skip
+        return replace(whole, parts=shared)
 
     def _axis(self, tensor: int) -> TensorAxis:
         if tensor not in self._axes:
             self._axes[tensor] = tensor_axis(self._what, self._root, tensor)
         return self._axes[tensor]
 
-    def _of_micro_batch(self, tensor: int, micro: int, sparing: Sparing) -> Activations | None:
-        key = tensor, micro, bool(sparing.section), sparing.tiled_loss, sparing.tiled_mlps
+    def _of_micro_batch(self, layout: AxesLayout, micro: int, sparing: Sparing) -> Activations | None:
+        tensor, shared = layout.tensor, layout.shared
+        key = tensor, shared, micro, bool(sparing.section), sparing.tiled_loss, sparing.tiled_mlps
         if key not in self._activations:
             self._activations[key] = activations_of(
-                self._what, self._wish.dtype, self._work(micro, sparing), self._wish.machine, self._axis(tensor)
+                self._what, self._wish.dtype, self._work(micro, sparing, shared), self._wish.machine, self._axis(tensor)
             )
         return self._activations[key]
 
     def _held(self, layout: AxesLayout, micro: int, micro_batches: int, sparing: Sparing) -> int:
         """Bytes of activations on the scarcest place of the pipeline, about."""
-        found = self._of_micro_batch(layout.tensor, micro, sparing)
+        found = self._of_micro_batch(layout, micro, sparing)
         if found is None or found.blocks is None:
             return 0
         if layout.pipeline == 1:
@@ -861,17 +889,21 @@ class _Model:
 
     def _speed(self, layout: AxesLayout, micro: int, micro_batches: int, sparing: Sparing, placed: Placed) -> float:
         """Tokens a second of all ranks."""
-        work, rates = self._work(micro, sparing), self._rates
+        work, rates = self._work(micro, sparing, layout.shared), self._rates
         compute = rates.compute.get(self._wish.dtype) or next(iter(rates.compute.values()))
         network = rates.network_rate or ASSUMED.network_rate or 1.0
         pp, share = layout.pipeline, layout.tensor * layout.pipeline
         width = DTYPE_NBYTES[self._wish.dtype]
         # The slowest stage has its blocks rounded up.
         uneven = ceil(self._blocks / (pp * layout.virtual)) * pp * layout.virtual / max(self._blocks, 1)
-        own = self._flops(sparing, micro) / share * (uneven if pp > 1 else 1.0) / compute.rate
+        own = self._flops(sparing, micro) / share / layout.shared * (uneven if pp > 1 else 1.0) / compute.rate
         hidden = self._what.hidden_size or 0
         sums = 4 * (1.5 if sparing.section else 1.0) * self._blocks * work.tokens * hidden * width
         own += sums / pp * 2 * (layout.tensor - 1) / layout.tensor / network
+        # Queries, keys, values and outputs, there and back, of each of its tokens.
+        columns = attention_columns(self._values, layout.shared)
+        passes = 3 if sparing.section else 2
+        own += passes * sent_numel(columns, tokens=work.tokens, size=layout.shared) * width / network
         part, apart = (layout.data - 1) / layout.data, self._numel / share * width
         reduced = part * apart / network
         gathered = 2 * reduced if placed.stage == 3 else 0.0
@@ -959,7 +991,12 @@ def advise(wish: Wish) -> Advice:
     """Return the fastest configurations that fit and last; if none fits, the one that exceeds its limits least."""
     model = described(wish.model)
     divisible = wish.options.get("ranks", 1) > 1 and model.module is None and model.lora is None
-    found = (fit_axes(wish) if divisible else []) or [*_grown(wish)]
+    found = fit_axes(wish) if divisible else []
+    # What keeps sequences whole goes first: activations hide on other tiers where sequences are long.
+    for size in () if found else wish.shares:
+        wish = replace(wish, options={**wish.options, "sp": size})
+        if found := [*_grown(wish)]:
+            break
     if not found:
         return Advice([search(wish)], lasting=True)
     lasting = [choice for choice in found if lasts(choice)]
@@ -1012,7 +1049,7 @@ def _different(choices: Sequence[Choice]) -> Iterator[Choice]:
         work, steps = choice.estimate.work, choice.estimate.accumulation
         computed = work.checkpointing, work.tiled_loss, work.tiled_mlps, steps > 1
         topology = choice.estimate.plan.topology
-        axes = topology.dp, topology.tp, topology.pp
+        axes = topology.dp, topology.tp, topology.pp, topology.sp
         kind = *(tuple(choice.estimate.homes(*kinds)) for kinds in (PARAMETERS, STATES)), computed, axes
         if kind not in seen:
             seen.add(kind)

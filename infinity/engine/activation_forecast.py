@@ -48,6 +48,7 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
 from infinity.memory.tiers.device import Device
+from infinity.parallel.sequence import SequenceAxis, ShapesOnly
 from infinity.plan.activations import Activations, BlockActivations, OffloadedCheckpoints
 from infinity.plan.capacity import PROCESS, Capacity
 from infinity.plan.capacity_report import less_activations
@@ -87,7 +88,7 @@ def measure_activations(
 def measure_call(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, dtype: torch.dtype | None = None,
     recomputed: Sequence[str] = (), keep_ops: Sequence[str] = (), blocks: Sequence[str] = (), training: bool = False,
-    holds_output: bool = False,
+    holds_output: bool = False, parts: int = 1,
 ) -> Activations:  # fmt: skip
     """As `measure_activations`, of any call.
 
@@ -95,13 +96,15 @@ def measure_call(
     the blocks that our own checkpointing computes again, and keep_ops what it keeps of them; `inputs` counts them.
     blocks: paths of the blocks between which a pipeline may cut, for the same figures by block. training: as it is
     trained, also where the model evaluates now. holds_output: as a program does that keeps the output until backward is
-    over.
+    over. parts: ranks that share each sequence; the call is with one rank's part, and with its `position_ids`.
     """
     try:
         one = _Pass(model, dtype, recomputed=recomputed, blocks=blocks, holds_output=holds_output)
         if training:
             one.model.train()
-        with _random_state(), closing(Checkpointing(one.model, recomputed, keep_ops=keep_ops)):
+        shared = SequenceAxis(one.model, ShapesOnly("sequence", size=parts))
+        checkpointing = Checkpointing(one.model, recomputed, keep_ops=keep_ops)
+        with _random_state(), closing(shared), closing(checkpointing):
             one.run(args, kwargs)
     except Exception as error:
         # Whatever the program's forward raises on values that are not there.
@@ -216,13 +219,13 @@ class _Pass(_Tracker):
         self._inputs: dict[str, int] = {}
         # By block, of linear layers: bytes of inputs and outputs.
         self._linear: Counter[int] = Counter()
+        self._watch_modules()
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run the pass."""
         args, kwargs = tree_map_only(Tensor, self._input, (tuple(args), dict(kwargs)))
         for param in self._params:
             param.register_hook(self._is_gradient)
-        self._watch_modules()
         with self:
             output = self.model(*args, **kwargs)
             tensors, grads = _to_differentiate(output)
@@ -553,13 +556,18 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def stated_batch(config: ResolvedConfig, model: nn.Module) -> dict[str, Tensor] | None:
-    """Return a micro-batch of the configured length, for a model that takes `input_ids`; None without either."""
+    """Return a micro-batch of the configured length, for a model that takes `input_ids`; None without either. Of ranks
+    that share each sequence, the first one's part.
+    """
     length = config.sections.memory.activations.sequence_length
     takes = inspect.signature(model.forward).parameters
     if length is None or "input_ids" not in takes:
         return None
-    tokens = torch.zeros(config.micro_batch, length, dtype=torch.long, device="cpu")
-    return {name: tokens for name in ("input_ids", "labels") if name in takes}
+    tokens = torch.zeros(config.micro_batch, -(-length // config.sequence), dtype=torch.long, device="cpu")
+    found = {name: tokens for name in ("input_ids", "labels") if name in takes}
+    if config.sequence > 1 and "position_ids" in takes:
+        found["position_ids"] = torch.arange(tokens.shape[1]).expand(config.micro_batch, -1)
+    return found
 
 
 def on_shapes(
@@ -577,7 +585,7 @@ def on_shapes(
             found = measure_call(
                 model, args, kwargs, dtype=DTYPES[config.compute_dtype], recomputed=recomputed, blocks=blocks,
                 keep_ops=config.sections.activation_checkpointing.keep_ops, training=training,
-                holds_output=not blocks,
+                holds_output=not blocks, parts=config.sequence,
             )  # fmt: skip
         except ConfigError:
             return None

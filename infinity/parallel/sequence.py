@@ -23,12 +23,12 @@ mean over the sequence.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,15 +40,12 @@ from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import check_same_batch
 from infinity.errors import ConfigError, StateError
 from infinity.parallel.functions import gather_columns, outside_graphs
+from infinity.plan.sequence_axis import WAY_OUT, check_parts, key_heads
 
 # What attention may be given that is of a part, and cannot be made whole here.
 _OF_A_PART = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_sequence_ids")
-# Scalings of rotary positions that look at the largest one, of which each rank has another.
-_BY_LENGTH = ("dynamic", "longrope")
-_RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")
 # The label that counts for nothing.
 IGNORED = -100
-_WAY_OUT = "leave sequence_parallel_size out"
 
 # The axis of each module of a model that has one.
 _axes: weakref.WeakKeyDictionary[nn.Module, SequenceAxis] = weakref.WeakKeyDictionary()
@@ -57,6 +54,11 @@ _axis_of: dict[int, SequenceAxis] = {}
 # How many axes need the doors in a file, and what stood there before.
 _users: Counter[str] = Counter()
 _before: dict[str, dict[str, Any]] = {}
+
+
+@dataclass(slots=True)
+class ShapesOnly(AxisGroup):
+    """Ranks that are not there, for a pass on fake tensors: what they would send has shapes and no values."""
 
 
 class SequenceAxis:
@@ -98,6 +100,10 @@ class SequenceAxis:
         for handle in (model.register_forward_pre_hook(self._begin_root), model.register_forward_hook(self._end_root)):
             self._undo.callback(handle.remove)
 
+    def __deepcopy__(self, memo: Any) -> SequenceAxis:
+        # The hooks on a copy of the model are its own.
+        return self
+
     def close(self) -> None:
         """Take everything off the model."""
         self._undo.close()
@@ -112,30 +118,19 @@ class SequenceAxis:
 
     def _refuse(self, model: Any) -> None:
         """ConfigError for a model of transformers that cannot run in parts."""
-        name, config = type(model).__name__, model.config.get_text_config()
-        heads, size = getattr(config, "num_attention_heads", None), self.group.size
-        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        ropes = [rope, *(each for each in rope.values() if isinstance(each, Mapping))]
-        scaled = [each["rope_type"] for each in ropes if each.get("rope_type") in _BY_LENGTH]
-        layers = getattr(config, "layer_types", None) or ()
-        recurrent = [kind for kind in layers if str(kind).startswith(_RECURRENT)]
+        name, config, size = type(model).__name__, model.config.get_text_config(), self.group.size
         others = [kind for kind in ("vision_config", "audio_config") if hasattr(model.config, kind)]
         why = ""
         if model.config.is_encoder_decoder or others:
             why = "has inputs beside one sequence of tokens"
-        elif getattr(model, "_is_stateful", False) or recurrent:
-            why = f"has layers that pass a state from token to token{f' ({recurrent[0]})' if recurrent else ''}"
+        elif getattr(model, "_is_stateful", False):
+            why = "has layers that pass a state from token to token"
         elif not getattr(model, "_supports_attention_backend", False):
             why = "does not call attention through transformers' interface"
-        elif scaled:
-            why = f"scales its rotary positions by the length of its input ({scaled[0]}), which each rank has of a part"
-        elif isinstance(heads, int) and heads % size:
-            raise ConfigError(
-                f"sequence_parallel_size is {size}, which does not divide the {heads} attention heads of {name}: set "
-                f"it to {math.gcd(heads, size)}, or to another divisor of {heads}"
-            )
         if why:
-            raise ConfigError(f"sequence_parallel_size is {size}, and {name} {why}: {_WAY_OUT} for this model")
+            raise ConfigError(f"sequence_parallel_size is {size}, and {name} {why}: {WAY_OUT} for this model")
+        heads = getattr(config, "num_attention_heads", None)
+        check_parts(name, {**config.to_dict(), "num_attention_heads": heads}, size)
 
     def _begin_root(self, module: nn.Module, args: Any) -> None:
         self._exchanges = 0
@@ -145,7 +140,7 @@ class SequenceAxis:
             raise StateError(
                 f"the forward of {type(module).__name__} has exchanged no heads along the sequence axis, so its tokens "
                 "saw those of their own part only: call infinity.sequence_attention(self, attention, query, key, "
-                f"value) in its attention, or {_WAY_OUT}"
+                f"value) in its attention, or {WAY_OUT}"
             )
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -167,8 +162,15 @@ class SequenceAxis:
             if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
                 raise ConfigError(f"{name} must be of shape [batch, tokens] along a sequence axis, as it is cut there")
         self._part = positions
-        self.positions = gather_columns(positions, self.group, "positions")
-        self.padding = None if padding is None else gather_columns(padding, self.group, "padding")
+        self.positions = self._gather(positions, "positions")
+        self.padding = None if padding is None else self._gather(padding, "padding")
+
+    def _gather(self, tensor: Tensor, name: str) -> Tensor:
+        """The columns of all ranks; of ranks that are not there, those that would follow this rank's."""
+        if isinstance(self.group, ShapesOnly):
+            parts = [tensor + index * tensor.shape[1] * (name == "positions") for index in range(self.group.size)]
+            return torch.cat(parts, 1)
+        return gather_columns(tensor, self.group, name)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         # The inner ones end before the outer, which makes no masks any more.
@@ -188,19 +190,19 @@ class SequenceAxis:
         if options.get("dropout"):
             raise ConfigError(
                 f"{name} drops out attention ({options['dropout']:g}), and along a sequence axis ranks would draw "
-                f"other elements than one rank: set attention_dropout to 0 in the model's configuration, or {_WAY_OUT}"
+                f"other elements than one rank: set attention_dropout to 0 in the model's configuration, or {WAY_OUT}"
             )
         for option in _OF_A_PART:
             if options.get(option) is not None:
-                raise ConfigError(f"{name} gives attention {option}, of this rank's part only: {_WAY_OUT}")
+                raise ConfigError(f"{name} gives attention {option}, of this rank's part only: {WAY_OUT}")
         tokens = size * query.shape[2]
         if mask is not None and mask.dim() == 4 and mask.shape[1:] != (1, tokens, tokens):
             raise ConfigError(
                 f"{name} gives attention a mask of shape {tuple(mask.shape)} where the whole sequence has {tokens} "
-                f"tokens: give the model position_ids and a mask of shape [batch, tokens], or {_WAY_OUT}"
+                f"tokens: give the model position_ids and a mask of shape [batch, tokens], or {WAY_OUT}"
             )
         if isinstance(positions := options.get("position_ids"), Tensor):
-            options["position_ids"] = gather_columns(positions, self.group, "positions")
+            options["position_ids"] = self._gather(positions, "positions")
         query, key, value = self.exchanged(name, query, key, value)
         own = slice(query.shape[1] * self.group.index, query.shape[1] * (self.group.index + 1))
         if isinstance(sinks := options.get("s_aux"), Tensor):
@@ -214,8 +216,8 @@ class SequenceAxis:
         self._exchanges += 1
         heads, size = query.shape[1], self.group.size
         if heads % size:
-            raise ConfigError(f"{name}: {size} ranks of a sequence do not divide {heads} attention heads: {_WAY_OUT}")
-        copies = size // math.gcd(key.shape[1], size)
+            raise ConfigError(f"{name}: {size} ranks of a sequence do not divide {heads} attention heads: {WAY_OUT}")
+        copies = key_heads(key.shape[1], size) // key.shape[1]
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         query, key, value = _Exchange.apply(self.group, f"heads of {name}", True, query, key, value)
@@ -267,13 +269,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: AxisGroup, name: str, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.name, ctx.to_heads = group, name, to_heads
+        ctx.group, ctx.what, ctx.to_heads = group, name, to_heads
         return _exchange(tensors, group, name, to_heads=to_heads)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        name = f"gradients of {ctx.name}"
+        name = f"gradients of {ctx.what}"
         return None, None, None, *_exchange(grads, ctx.group, name, to_heads=not ctx.to_heads)
 
 
@@ -291,7 +293,8 @@ def _exchange(tensors: Sequence[Tensor], group: AxisGroup, name: str, *, to_head
             parts.append(tensor.reshape(batch, heads, size, tokens // size, width).permute(2, 0, 1, 3, 4))
     sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
     rows = torch.empty_like(sent)
-    collectives.all_to_all(rows, sent, group, name).wait()
+    if not isinstance(group, ShapesOnly):
+        collectives.all_to_all(rows, sent, group, name).wait()
     found = []
     for part, row in zip(parts, rows.split([part[0].numel() for part in parts], 1), strict=True):
         # By the rank that each has come from.
@@ -371,7 +374,7 @@ def _whole_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             given[name] = whole[name] if value is not None else None
         elif isinstance(value, Tensor) or (name.endswith("_mask_function") and value is not None):
             raise ConfigError(
-                f"the model makes a mask with {name}, of this rank's part of the sequence only: {_WAY_OUT}"
+                f"the model makes a mask with {name}, of this rank's part of the sequence only: {WAY_OUT}"
             )
     return original(*bound.args, **bound.kwargs)
 

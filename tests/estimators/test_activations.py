@@ -11,6 +11,7 @@ from estimators.estimate import Machine, estimate
 from estimators.phases import Phase
 from estimators.report import format_report
 from infinity import measure_activations
+from infinity.engine.activation_forecast import measure_call
 from infinity.errors import ConfigError
 from infinity.plan.types import Kind, Tier
 from tests.support.cells import covered, turns
@@ -93,6 +94,34 @@ def test_other_blocks_are_within_a_tenth_of_measured_shapes_too(case, checkpoint
     closed = activations(
         model.config.to_dict(), batch=2, sequence=300, compute_dtype="bf16", checkpointing=checkpointing,
         attention=attention,
+    )  # fmt: skip
+    assert closed.nbytes == pytest.approx(measured.nbytes, rel=0.1), (closed.parts, measured.parts)
+
+
+PARTS: dict[str, tuple[str, str, str, bool, int, dict[str, object]]] = {
+    # Two ranks each have a copy of the same keys and values.
+    "copies": ("Llama", "sdpa", "bf16", False, 4, {}),
+    "scores": ("Llama", "eager", "fp32", False, 4, {}),
+    "recomputed": ("Qwen3", "sdpa", "bf16", True, 4, {"head_dim": 32}),
+    # Exchanges are what its backward holds most of.
+    "wide attention": ("Llama", "sdpa", "fp32", True, 4, {"head_dim": 64, "num_key_value_heads": 8}),
+    "products apart": ("Phi3", "sdpa", "bf16", False, 2, {"pad_token_id": 0}),
+    "latent": ("DeepseekV3", "sdpa", "bf16", False, 2, _LATENT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_part_of_each_sequence_is_within_a_tenth_of_measured_shapes(case):
+    """Along a sequence axis a rank has a part of the tokens, and in attention a part of the heads of all of them."""
+    name, attention, dtype, checkpointing, parts, changes = PARTS[case]
+    sizes = {"vocab_size": 100, "num_hidden_layers": 2}
+    model = on_meta(name, attention, dtype, checkpointing, **{**LLAMA, **changes, **sizes})
+    ids = torch.zeros(1, 512 // parts, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(ids.shape[1])[None]}
+    measured = measure_call(model, (), batch, parts=parts)
+    closed = activations(
+        model.config.to_dict(), batch=1, sequence=512, compute_dtype=dtype, checkpointing=checkpointing,
+        attention=attention, parts=parts,
     )  # fmt: skip
     assert closed.nbytes == pytest.approx(measured.nbytes, rel=0.1), (closed.parts, measured.parts)
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import infinity
+from estimators.activations import activations
 from infinity.distributed import collectives
 from infinity.engine import Engine
+from infinity.engine.activation_forecast import LiveBytes
 from infinity.errors import ConfigError, StateError
 from tests.conftest import RankPools
 from tests.support.cells import kept
@@ -264,6 +266,37 @@ def test_a_rank_sends_what_the_paper_says(
     for sent in rank_pools[ranks].run(count, str(tmp_path), family):
         assert len(sent) == 2 * 2 * COMMON["num_hidden_layers"]
         assert math.isclose(sum(sent), 2 * COMMON["num_hidden_layers"] * a_layer)
+
+
+def foreseen(rank: int, world: int, folder: str, core: str) -> tuple[int, int, int]:
+    """Bytes of a part's activations: by the closed form, on shapes before the start, and as a forward makes them."""
+    join(world)
+    tokens, model = 512, build("llama", max_position_embeddings=512)
+    model.set_attn_implementation(core)
+    values = model.config.to_dict()
+    config = configuration(folder, world, memory={"activations": {"sequence_length": tokens}})
+    ids = torch.randint(3, VOCABULARY, (ROWS, tokens), generator=torch.Generator().manual_seed(0))
+    engine, *_ = infinity.initialize(model=model, config={**config, "train_micro_batch_size_per_gpu": ROWS})
+    with engine:
+        assert "measured" in engine.memory().activations_source
+        on_shapes = engine.memory().activations_predicted
+        live = LiveBytes(model, [], lambda _: None)
+        (part,) = engine.sequence_batches([{"input_ids": ids, "labels": ids}])
+        with live.counting():
+            output = engine(**part)
+        counted = live.found("").nbytes
+        engine.backward(output.loss)
+        engine.step()
+    closed = activations(values, batch=ROWS, sequence=tokens, compute_dtype="fp32", attention=core, parts=world)
+    return closed.nbytes, on_shapes, counted
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+def test_the_activations_of_a_part_are_foreseen(rank_pools: RankPools, tmp_path: Path, core: str) -> None:
+    """Within a tenth, as without an axis."""
+    for closed, on_shapes, counted in rank_pools[2].run(foreseen, str(tmp_path), core):
+        assert closed == pytest.approx(counted, rel=0.1)
+        assert on_shapes == pytest.approx(counted, rel=0.02)
 
 
 def refusals(rank: int, world: int, folder: str) -> list[str]:
