@@ -354,18 +354,19 @@ def _about_folders(facts: Facts) -> list[Finding]:
 
 
 def _about_native(facts: Facts) -> list[Finding]:
-    if "Python fallback" not in (facts.adam, facts.aio):
+    missing = [name for name, path in (("the optimizer", facts.adam), ("I/O", facts.aio)) if path == "Python fallback"]
+    if not missing:
         return []
-    missing = " and ".join(
-        name for name, path in (("the optimizer", facts.adam), ("I/O", facts.aio)) if path == "Python fallback"
-    )
+    words = f"{' and '.join(missing)} run on the slower Python fallbacks"
+    if "I/O" in missing:
+        words += " (I/O makes one transfer at a time, without priorities)"
     if not facts.compiler:
         return [
-            Finding(f"{missing} run on the slower Python fallbacks, because there is no C++ compiler",
+            Finding(f"{words}, because there is no C++ compiler",
                    "Install g++ or clang++, or a wheel that carries the libraries")
         ]  # fmt: skip
     return [
-        Finding(f"{missing} run on the slower Python fallbacks although there is a compiler ({facts.compiler})",
+        Finding(f"{words} although there is a compiler ({facts.compiler})",
                "`python -m infinity.ops.build build` shows why; INFINITY_NATIVE=0 turns native code off")
     ]  # fmt: skip
 
