@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.base.untrusted import plain_name
-from infinity.checkpoint.format import ExportBody
+from infinity.checkpoint.format import ExportBody, TensorLocation
 from infinity.checkpoint.pieces import persistent_buffers, tied_names
 from infinity.checkpoint.weight_writer import Entry, WeightFile, cut_into_shards, index_of
 from infinity.errors import ConfigError
@@ -71,16 +71,6 @@ class TensorSource:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLocation:
-    """Where a stored tensor lies in the model: elements from `start` on of the flattened `source`."""
-
-    name: str
-    source: str
-    start: int
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Description:
     """See the module's text.
 
@@ -105,12 +95,7 @@ class Description:
         """Return the value that `to_json` encoded. ValueError for anything else, such as a file name that leads out of
         the folder.
         """
-        found = ExportBody.model_validate(value)
-        weights = None if found.weights is None else {
-            stem: [TensorLocation(each.name, each.source, each.start, each.shape) for each in places]
-            for stem, places in found.weights.items()
-        }  # fmt: skip
-        return cls(found.class_name, found.texts, found.origin, weights, found.aliases, found.refusal)
+        return cls(**dict(ExportBody.model_validate(value)))
 
     def misplaced(self, sources: Sequence[TensorSource]) -> str:
         """Return the name of a stored tensor that overlaps another or exceeds its source; "" where there is none."""
