@@ -294,8 +294,12 @@ def _of_adapters(model: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -
     for adapter, config in model.peft_config.items():
         prefix = "" if adapter == "default" else f"{plain_name(adapter)}/"
         base = config.base_model_name_or_path
-        # "auto" would ask the hub about a base model that is not in a folder here.
-        look = "auto" if not base or os.path.isdir(base) else _targets_embeddings(config)
+        look: bool | str = "auto"
+        if base and not os.path.isdir(base):
+            # "auto" would ask the hub about the base model.
+            targets = getattr(config, "target_modules", None) or ()
+            layers = sys.modules["peft.utils.other"].EMBEDDING_LAYER_NAMES
+            look = not isinstance(targets, str) and any(name in targets for name in layers)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
             saved = peft.get_peft_model_state_dict(
@@ -311,12 +315,6 @@ def _of_adapters(model: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -
         weights[f"{prefix}adapter_model"] = places
         texts[f"{prefix}adapter_config.json"] = _adapter_config(model, config)
     return Description(name, texts, None, weights)
-
-
-def _targets_embeddings(config: Any) -> bool:
-    layers = sys.modules["peft.utils.other"].EMBEDDING_LAYER_NAMES
-    targets = getattr(config, "target_modules", None) or ()
-    return not isinstance(targets, str) and any(name in targets for name in layers)
 
 
 def _adapter_config(model: Any, config: Any) -> Any:
