@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -86,12 +85,8 @@ def extract(
     return target
 
 
-class ExportSource(Protocol):
-    """What an export reads: elements of a tensor in their own dtype, or its masters in fp32."""
-
-    def values(self, name: str, kind: str, start: int, numel: int) -> Tensor: ...
-
-    def masters(self, name: str, start: int, numel: int) -> Tensor: ...
+# What an export reads: elements of a tensor in their own dtype, or its masters in fp32.
+ExportSource = CheckpointSource | DeepSpeedSource
 
 
 @contextmanager

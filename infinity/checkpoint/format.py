@@ -112,37 +112,58 @@ class Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class FileBody(Body):
+@dataclass(frozen=True, slots=True)
+class FileInfo:
     """A file with the size and checksum that the manifest records."""
 
     name: FileName
     nbytes: Count
     crc32c: Crc
 
+    def read(self, folder: Path) -> bytes:
+        """Return the file's content; CheckpointError unless it matches."""
+        path = inside(folder, self.name)
+        try:
+            data = read_metadata(path, self.nbytes)
+        except (OSError, ValueError, MemoryError) as error:
+            raise CheckpointError(
+                path, f"the manifest names it, but it cannot be read ({reason(error)})",
+                "Load another checkpoint of the folder",
+            ) from error  # fmt: skip
+        if len(data) != self.nbytes or checksum(data) != self.crc32c:
+            raise CheckpointError(
+                path, f"it is not the file of {self.nbytes} bytes that the manifest vouches for",
+                "Load another checkpoint of the folder",
+            )  # fmt: skip
+        return data
 
-class TensorBody(Body):
-    """A tensor of the model, and the kinds that are kept of it."""
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of the model. `kinds` are those of which every element is in the files."""
 
     shape: Shape
     dtype: Dtype
     trainable: Flag
     kinds: Annotated[tuple[KindName, ...], Field(max_length=64)]
 
-    @model_validator(mode="after")
-    def _kinds_agree(self) -> TensorBody:
-        kinds = set(self.kinds)
-        if len(kinds) != len(self.kinds):
-            raise ValueError(f"kinds {shortened(self.kinds)} are named twice")
-        if (BUFFER in kinds and len(kinds) > 1) or (kinds and not kinds & {BUFFER, PARAM}):
-            raise ValueError(f"{shortened(sorted(kinds))} is neither a buffer nor a parameter with its states")
-        if REMAINDER in kinds and (self.dtype != "bf16" or MASTER in kinds):
-            raise ValueError(f"a parameter in {self.dtype} has no remainder")
-        return self
-
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
+
+
+def _kinds_agree(info: TensorInfo) -> TensorInfo:
+    kinds = set(info.kinds)
+    if len(kinds) != len(info.kinds):
+        raise ValueError(f"kinds {shortened(info.kinds)} are named twice")
+    if (BUFFER in kinds and len(kinds) > 1) or (kinds and not kinds & {BUFFER, PARAM}):
+        raise ValueError(f"{shortened(sorted(kinds))} is neither a buffer nor a parameter with its states")
+    if REMAINDER in kinds and (info.dtype != "bf16" or MASTER in kinds):
+        raise ValueError(f"a parameter in {info.dtype} has no remainder")
+    return info
+
+
+Tensors = Few[dict[TensorName, Annotated[TensorInfo, AfterValidator(_kinds_agree)]]]
 
 
 class CountersBody(Body):
@@ -233,10 +254,10 @@ class ManifestBody(Body):
     time: Text
     versions: VersionsBody
     plan: PlanBody
-    tensors: Few[dict[TensorName, TensorBody]]
+    tensors: Tensors
     tied: Few[dict[TensorName, TensorName]]
-    ranks: Few[Annotated[list[FileBody], Field(min_length=1)]]
-    client: FileBody | None
+    ranks: Few[Annotated[list[FileInfo], Field(min_length=1)]]
+    client: FileInfo | None
     engine: EngineBody
     client_state: Any
     module: dict[Text, Any]
@@ -252,19 +273,14 @@ class ManifestBody(Body):
         return self
 
 
-class PlaceBody(Body):
-    """Where a stored tensor lies in the model."""
+@dataclass(frozen=True, slots=True)
+class TensorLocation:
+    """Where a stored tensor lies in the model: elements from `start` on of the flattened `source`."""
 
     name: TensorName
     source: TensorName
     start: Count
     shape: Shape
-
-    @model_validator(mode="after")
-    def _is_no_metadata(self) -> PlaceBody:
-        if self.name == "__metadata__":
-            raise ValueError("a tensor cannot have the name of a header's metadata")
-        return self
 
 
 def _in_folder(value: str) -> str:
@@ -274,19 +290,13 @@ def _in_folder(value: str) -> str:
     return value
 
 
-def _json_file(value: str) -> str:
-    if not value.endswith(".json"):
-        raise ValueError(f"{shortened(value)} is not the name of a JSON file")
-    return _in_folder(value)
-
-
 class ExportBody(Body):
     """The files of an export besides weights, under the names that the checkpoint gives."""
 
     class_name: Text
-    texts: dict[Annotated[str, Field(strict=True), AfterValidator(_json_file)], Any]
+    texts: dict[Annotated[str, Field(strict=True, pattern=r"\.json$"), AfterValidator(_in_folder)], Any]
     origin: Text | None
-    weights: dict[Annotated[str, Field(strict=True), AfterValidator(_in_folder)], Few[list[PlaceBody]]] | None
+    weights: dict[Annotated[str, Field(strict=True), AfterValidator(_in_folder)], Few[list[TensorLocation]]] | None
     aliases: Few[dict[TensorName, TensorName]]
     refusal: Text
 
@@ -295,34 +305,30 @@ class ExportBody(Body):
         if not isinstance(self.texts.get("config.json", {}), dict):
             raise ValueError("config.json is not an object")
         for stem, places in (self.weights or {}).items():
-            if len({place.name for place in places}) != len(places):
+            names = {place.name for place in places}
+            if len(names) != len(places):
                 raise ValueError(f"two tensors of {stem} have the same name")
+            if "__metadata__" in names:
+                raise ValueError(f"a tensor of {stem} cannot have the name of a header's metadata")
         return self
 
 
 ExtentRow = tuple[
     Annotated[str, Field(strict=True)], Annotated[Count, Field(multiple_of=ALIGNMENT)],
-    Annotated[Count, Field(multiple_of=ALIGNMENT)], Few[list[Crc]],
+    Annotated[Count, Field(multiple_of=ALIGNMENT)], Few[tuple[Crc, ...]],
 ]  # fmt: skip
 # dim, ranges along it.
 ShardRow = tuple[
     Annotated[Count, Field(lt=_DIMS_MAX)],
     Annotated[list[tuple[Count, Count]], Field(min_length=1, max_length=_RANGES_MAX)],
 ]
-
-
-def _with_shard(row: Any) -> Any:
-    # Version 1 has none.
-    return [*row, None] if isinstance(row, list) and len(row) == 7 else row
-
-
-# tensor, kind, dtype, start, numel, extent, offset, shard: names are looked up in the manifest.
+# tensor, kind, dtype, start, numel, extent, offset, shard: names are looked up in the manifest. Version 1 has no shard.
 ArrayRow = Annotated[
     tuple[
         Annotated[str, Field(strict=True)], Annotated[str, Field(strict=True)], Annotated[str, Field(strict=True)],
         Count, Count, Count, Count, Count | None,
     ],
-    BeforeValidator(_with_shard),
+    BeforeValidator(lambda row: [*row, None] if isinstance(row, list) and len(row) == 7 else row),
 ]  # fmt: skip
 
 
@@ -618,6 +624,10 @@ class ShardRanges:
         """Elements of the shard, of a tensor of shape `shape`."""
         return local_numel(shape, self.dim, self.ranges)
 
+    def row(self) -> list[Any]:
+        """Return it as a file has it."""
+        return [self.dim, [list(pair) for pair in self.ranges]]
+
 
 @dataclass(frozen=True, slots=True)
 class Array:
@@ -640,6 +650,25 @@ class Array:
     def nbytes(self) -> int:
         return self.numel * DTYPE_NBYTES[self.dtype]
 
+    def row(self, numbers: Mapping[ShardRanges | None, int | None]) -> list[Any]:
+        """Return it as a file has it; `numbers` are of `shard_numbers`."""
+        return [
+            self.tensor, self.kind, self.dtype, self.start, self.numel, self.extent, self.offset, numbers[self.shard]
+        ]  # fmt: skip
+
+    @classmethod
+    def of(cls, row: ArrayRow, shards: Sequence[ShardRanges]) -> Array:
+        """Return the array of a row that `row` made."""
+        return cls(*row[:7], None if row[7] is None else shards[row[7]])
+
+
+def shard_numbers(arrays: Iterable[Array]) -> dict[ShardRanges | None, int | None]:
+    """Return the arrays' shards in their order, with their numbers; None has none."""
+    numbers: dict[ShardRanges | None, int | None] = {None: None}
+    for array in arrays:
+        numbers.setdefault(array.shard, len(numbers) - 1)
+    return numbers
+
 
 @dataclass(frozen=True)
 class RankIndex(Written):
@@ -660,20 +689,12 @@ class RankIndex(Written):
 
     def body(self) -> dict[str, Any]:
         """See `Written`."""
-        numbers: dict[ShardRanges | None, int | None] = {None: None}
-        for array in self.arrays:
-            numbers.setdefault(array.shard, len(numbers) - 1)
+        numbers = shard_numbers(self.arrays)
         return {
             "rank": self.rank, "files": self.files, "rng": self.rng, "singles": self.singles,
             "extents": [[each.file, each.offset, each.nbytes, list(each.blocks)] for each in self.extents],
-            "shards": [[each.dim, [list(pair) for pair in each.ranges]] for each in numbers if each is not None],
-            "arrays": [
-                [
-                    each.tensor, each.kind, each.dtype, each.start, each.numel, each.extent, each.offset,
-                    numbers[each.shard],
-                ]
-                for each in self.arrays
-            ],
+            "shards": [each.row() for each in numbers if each is not None],
+            "arrays": [each.row(numbers) for each in self.arrays],
         }  # fmt: skip
 
     def extent_of(self, arrays: Sequence[Array]) -> FileExtent | None:
@@ -695,50 +716,10 @@ class RankIndex(Written):
     def of(cls, body: Any) -> RankIndex:
         """See `Written`."""
         found = IndexBody.model_validate(body)
-        extents = tuple(FileExtent(name, offset, nbytes, tuple(crcs)) for name, offset, nbytes, crcs in found.extents)
+        extents = tuple(FileExtent(*row) for row in found.extents)
         shards = [ShardRanges(dim, tuple(ranges)) for dim, ranges in found.shards]
-        arrays = tuple(Array(*row[:7], None if row[7] is None else shards[row[7]]) for row in found.arrays)
+        arrays = tuple(Array.of(row, shards) for row in found.arrays)
         return cls(found.rank, found.files, extents, arrays, found.rng, found.singles)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor of the model. `kinds` are those of which every element is in the files."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    kinds: tuple[str, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """A file with the size and checksum that the manifest records."""
-
-    name: str
-    nbytes: int
-    crc32c: int
-
-    def read(self, folder: Path) -> bytes:
-        """Return the file's content; CheckpointError unless it matches."""
-        path = inside(folder, self.name)
-        try:
-            data = read_metadata(path, self.nbytes)
-        except (OSError, ValueError, MemoryError) as error:
-            raise CheckpointError(
-                path, f"the manifest names it, but it cannot be read ({reason(error)})",
-                "Load another checkpoint of the folder",
-            ) from error  # fmt: skip
-        if len(data) != self.nbytes or checksum(data) != self.crc32c:
-            raise CheckpointError(
-                path, f"it is not the file of {self.nbytes} bytes that the manifest vouches for",
-                "Load another checkpoint of the folder",
-            )  # fmt: skip
-        return data
 
 
 @dataclass(frozen=True)
@@ -780,13 +761,7 @@ class Manifest(Written):
 
     def body(self) -> dict[str, Any]:
         """See `Written`."""
-        names = ("id", "tag", "number", "time", "versions", "plan", "tied", "engine", "client_state", "module")
-        return {
-            "format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in names},
-            "tensors": {name: asdict(info) for name, info in self.tensors.items()},
-            "ranks": [asdict(info) for info in self.ranks],
-            "client": None if self.client is None else asdict(self.client),
-        }  # fmt: skip
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     @classmethod
     def of(cls, body: Any) -> Manifest:
@@ -795,17 +770,9 @@ class Manifest(Written):
         if said[0] != FORMAT or type(said[1]) is not int or said[1] not in _READ_VERSIONS:
             raise ValueError(f"format {shortened(said[0])}, version {shortened(said[1])}")
         found = ManifestBody.model_validate(body)
-        names = ("versions", "plan", "engine", "client_state", "module")
-        return cls(
-            id=found.id, tag=found.tag, number=found.number, time=found.time, tied=found.tied,
-            tensors={
-                name: TensorInfo(info.shape, info.dtype, info.trainable, info.kinds)
-                for name, info in found.tensors.items()
-            },
-            ranks=tuple(FileInfo(info.name, info.nbytes, info.crc32c) for info in found.ranks),
-            client=None if found.client is None else FileInfo(**found.client.model_dump()),
-            **{name: body[name] for name in names},
-        )  # fmt: skip
+        # As they were written, with what another version may have added.
+        kept = {name: body[name] for name in ("versions", "plan", "engine", "client_state", "module")}
+        return cls(**{**dict(found), "ranks": tuple(found.ranks), **kept})
 
     def index(self, folder: Path, rank: int) -> RankIndex:
         """Return one rank's index; CheckpointError unless it is the recorded file and agrees with the manifest."""

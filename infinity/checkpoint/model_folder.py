@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.base.untrusted import plain_name
-from infinity.checkpoint.format import ExportBody
+from infinity.checkpoint.format import ExportBody, TensorLocation
 from infinity.checkpoint.pieces import persistent_buffers, tied_names
 from infinity.checkpoint.weight_writer import Entry, WeightFile, cut_into_shards, index_of
 from infinity.errors import ConfigError
@@ -71,16 +71,6 @@ class TensorSource:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLocation:
-    """Where a stored tensor lies in the model: elements from `start` on of the flattened `source`."""
-
-    name: str
-    source: str
-    start: int
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Description:
     """See the module's text.
 
@@ -105,12 +95,7 @@ class Description:
         """Return the value that `to_json` encoded. ValueError for anything else, such as a file name that leads out of
         the folder.
         """
-        found = ExportBody.model_validate(value)
-        weights = None if found.weights is None else {
-            stem: [TensorLocation(each.name, each.source, each.start, each.shape) for each in places]
-            for stem, places in found.weights.items()
-        }  # fmt: skip
-        return cls(found.class_name, found.texts, found.origin, weights, found.aliases, found.refusal)
+        return cls(**dict(ExportBody.model_validate(value)))
 
     def misplaced(self, sources: Sequence[TensorSource]) -> str:
         """Return the name of a stored tensor that overlaps another or exceeds its source; "" where there is none."""
@@ -309,8 +294,12 @@ def _of_adapters(model: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -
     for adapter, config in model.peft_config.items():
         prefix = "" if adapter == "default" else f"{plain_name(adapter)}/"
         base = config.base_model_name_or_path
-        # "auto" would ask the hub about a base model that is not in a folder here.
-        look = "auto" if not base or os.path.isdir(base) else _targets_embeddings(config)
+        look: bool | str = "auto"
+        if base and not os.path.isdir(base):
+            # "auto" would ask the hub about the base model.
+            targets = getattr(config, "target_modules", None) or ()
+            layers = sys.modules["peft.utils.other"].EMBEDDING_LAYER_NAMES
+            look = not isinstance(targets, str) and any(name in targets for name in layers)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
             saved = peft.get_peft_model_state_dict(
@@ -326,12 +315,6 @@ def _of_adapters(model: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -
         weights[f"{prefix}adapter_model"] = places
         texts[f"{prefix}adapter_config.json"] = _adapter_config(model, config)
     return Description(name, texts, None, weights)
-
-
-def _targets_embeddings(config: Any) -> bool:
-    layers = sys.modules["peft.utils.other"].EMBEDDING_LAYER_NAMES
-    targets = getattr(config, "target_modules", None) or ()
-    return not isinstance(targets, str) and any(name in targets for name in layers)
 
 
 def _adapter_config(model: Any, config: Any) -> Any:

@@ -46,11 +46,12 @@ from infinity.checkpoint.format import (
     PlanBody,
     ShardRanges,
     ShardRow,
-    TensorBody,
     TensorInfo,
     TensorName,
+    Tensors,
     Text,
     Written,
+    shard_numbers,
     sync_folder,
 )
 from infinity.checkpoint.pieces import TensorSpan
@@ -111,7 +112,7 @@ class _RunBody(Body):
     partitions: Few[list[_PartitionBody]]
     shards: Few[list[ShardRow]]
     pieces: Few[list[_PieceBody]]
-    tensors: Few[dict[TensorName, TensorBody]]
+    tensors: Tensors
     tied: Few[dict[TensorName, TensorName]]
     module: dict[Text, Any]
 
@@ -186,14 +187,9 @@ class RunFile(Written):
 
     def body(self) -> dict[str, Any]:
         """See `Written`."""
-        numbers: dict[ShardRanges | None, int | None] = {None: None}
-        for piece in self.pieces:
-            for array in piece.arrays:
-                numbers.setdefault(array.shard, len(numbers) - 1)
+        numbers = shard_numbers(array for piece in self.pieces for array in piece.arrays)
         return {
-            "run": self.run, "path": self.path, "rank": self.rank, "files": [str(path) for path in self.files],
-            "weights": list(self.weights), "nbytes": self.nbytes, "sampled": self.sampled, "plan": dict(self.plan),
-            "made": dict(self.made), "tied": dict(self.tied), "module": dict(self.module),
+            **vars(self), "files": [str(path) for path in self.files],
             "partitions": [
                 {
                     "kind": each.key.kind.value, "index": each.key.index, "nbytes": each.nbytes, "copied": each.copied,
@@ -201,18 +197,11 @@ class RunFile(Written):
                 }
                 for each in self.partitions
             ],
-            "shards": [[each.dim, [list(pair) for pair in each.ranges]] for each in numbers if each is not None],
+            "shards": [each.row() for each in numbers if each is not None],
             "pieces": [
                 {
                     "kind": piece.key.kind.value, "index": piece.key.index, "part": piece.part, "begin": piece.begin,
-                    "nbytes": piece.nbytes,
-                    "arrays": [
-                        [
-                            each.tensor, each.kind, each.dtype, each.start, each.numel, 0, each.offset,
-                            numbers[each.shard],
-                        ]
-                        for each in piece.arrays
-                    ],
+                    "nbytes": piece.nbytes, "arrays": [array.row(numbers) for array in piece.arrays],
                 }
                 for piece in self.pieces
             ],
@@ -237,15 +226,11 @@ class RunFile(Written):
             tuple(
                 TensorSpan(
                     Key(_KINDS[each.kind], each.index), each.part, each.begin, each.nbytes,
-                    tuple(Array(*row[:7], None if row[7] is None else shards[row[7]]) for row in each.arrays),
+                    tuple(Array.of(row, shards) for row in each.arrays),
                 )
                 for each in found.pieces
             ),
-            {
-                name: TensorInfo(info.shape, info.dtype, info.trainable, info.kinds)
-                for name, info in found.tensors.items()
-            },
-            found.tied, found.module,
+            found.tensors, found.tied, found.module,
         )  # fmt: skip
 
 
@@ -262,12 +247,12 @@ class _RecordBody(Body):
     rank: Count
     version: Annotated[Count, Field(ge=1)]
     # Slot, bytes before the zero tail, checksums; in the order of the run's partitions.
-    places: Few[list[tuple[Annotated[Count, Field(le=1)], Count, Few[list[Crc]]]]]
+    places: Few[tuple[tuple[Annotated[Count, Field(le=1)], Count, Few[tuple[Crc, ...]]], ...]]
     engine: EngineBody
     rng: dict[Text, Any]
     singles: Few[dict[TensorName, dict[Text, Any]]]
     client_state: Any
-    told: Few[list[TensorName]]
+    told: Few[tuple[TensorName, ...]]
     tensors: Annotated[str, Field(strict=True)]
 
 
@@ -308,12 +293,7 @@ class StepRecord(Written):
     def body(self) -> dict[str, Any]:
         """See `Written`."""
         blob = safetensors.torch.save(dict(self.tensors)) if self.tensors else b""
-        return {
-            "run": self.run, "rank": self.rank, "version": self.version,
-            "places": [[slot, prefix, list(crcs)] for slot, prefix, crcs in self.places], "engine": self.engine,
-            "rng": dict(self.rng), "singles": dict(self.singles), "client_state": self.client_state,
-            "told": list(self.told), "tensors": base64.b64encode(blob).decode(),
-        }  # fmt: skip
+        return {**vars(self), "tensors": base64.b64encode(blob).decode()}
 
     @classmethod
     def of(cls, body: Any) -> StepRecord:
@@ -324,10 +304,7 @@ class StepRecord(Written):
             tensors = safetensors.torch.load(blob) if blob else {}
         except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"its tensors cannot be read ({error})") from error
-        return cls(
-            found.run, found.rank, found.version, tuple(found.places), found.engine.model_dump(), found.rng,
-            found.singles, found.client_state, tuple(found.told), tensors,
-        )  # fmt: skip
+        return cls(**{**dict(found), "engine": found.engine.model_dump(), "tensors": tensors})
 
 
 def _beneath(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

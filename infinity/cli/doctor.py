@@ -270,14 +270,16 @@ def run(given: argparse.Namespace) -> int:
 
 def show(facts: Facts) -> str:
     """Return the facts as two tables: the machine and its folders."""
+    packages = [_named(each) for each in facts.packages if not each.extra and not each.trouble]
+    backends = "; ".join(f"{name} {trouble or 'works'}" for name, trouble in facts.backends.items())
     rows = [
-        ["Python", facts.python], ["packages", _package_words(facts)], ["extras", _extra_words(facts)],
+        ["Python", facts.python], ["packages", ", ".join(packages)], ["extras", _extra_words(facts)],
         ["accelerator", facts.accelerator or ("none" if facts.backend else "")], ["compiler", facts.compiler or "none"],
         ["Liger-Kernel", _liger_words(facts)],
         ["optimizer", f"{facts.adam}; {facts.simd}"],
-        ["I/O back end", f"{facts.backend}; {'; '.join(_backend_words(facts))}" if facts.backend else ""],
+        ["I/O back end", f"{facts.backend}; {backends}" if facts.backend else ""],
         ["processor", facts.processor], ["cores", _core_words(facts)], ["memory", _memory_words(facts)],
-        ["locked memory", _limit_words(facts.memlock_nbytes)],
+        ["locked memory", "unlimited" if facts.memlock_nbytes is None else f"{facts.memlock_nbytes / 1e6:.1f} MB"],
         ["large pages", facts.huge_pages or "not known"],
     ]  # fmt: skip
     # Facts that need a missing package are empty.
@@ -354,18 +356,19 @@ def _about_folders(facts: Facts) -> list[Finding]:
 
 
 def _about_native(facts: Facts) -> list[Finding]:
-    if "Python fallback" not in (facts.adam, facts.aio):
+    missing = [name for name, path in (("the optimizer", facts.adam), ("I/O", facts.aio)) if path == "Python fallback"]
+    if not missing:
         return []
-    missing = " and ".join(
-        name for name, path in (("the optimizer", facts.adam), ("I/O", facts.aio)) if path == "Python fallback"
-    )
+    words = f"{' and '.join(missing)} run on the slower Python fallbacks"
+    if "I/O" in missing:
+        words += " (I/O makes one transfer at a time, without priorities)"
     if not facts.compiler:
         return [
-            Finding(f"{missing} run on the slower Python fallbacks, because there is no C++ compiler",
+            Finding(f"{words}, because there is no C++ compiler",
                    "Install g++ or clang++, or a wheel that carries the libraries")
         ]  # fmt: skip
     return [
-        Finding(f"{missing} run on the slower Python fallbacks although there is a compiler ({facts.compiler})",
+        Finding(f"{words} although there is a compiler ({facts.compiler})",
                "`python -m infinity.ops.build build` shows why; INFINITY_NATIVE=0 turns native code off")
     ]  # fmt: skip
 
@@ -401,10 +404,6 @@ def _named(package: Package) -> str:
     return f"{package.name} {package.version}".strip()
 
 
-def _package_words(facts: Facts) -> str:
-    return ", ".join(_named(package) for package in facts.packages if not package.extra and not package.trouble)
-
-
 def _extra_words(facts: Facts) -> str:
     there = [f"{each.extra} ({_named(each)})" for each in facts.packages if each.extra and not each.trouble]
     missing = [each.extra for each in facts.packages if each.extra and not each.version]
@@ -425,10 +424,6 @@ def _liger_words(facts: Facts) -> str:
     if reasons:
         return f'kernels.liger "auto" does nothing here: {", and ".join(reasons)}'
     return f'{package.version}, used by models that it knows if kernels.liger is true or "auto"'
-
-
-def _backend_words(facts: Facts) -> list[str]:
-    return [f"{name} {trouble or 'works'}" for name, trouble in facts.backends.items()]
 
 
 def _flush_words(each: FolderFacts) -> str:
@@ -460,7 +455,3 @@ def _core_words(facts: Facts) -> str:
 def _memory_words(facts: Facts) -> str:
     free = f"{facts.free_nbytes / 1e9:.1f} GB of " if facts.free_nbytes else ""
     return f"{free}{facts.memory_nbytes / 1e9:.1f} GB{' free within the limits' if free else ''}"
-
-
-def _limit_words(nbytes: int | None) -> str:
-    return "unlimited" if nbytes is None else f"{nbytes / 1e6:.1f} MB"

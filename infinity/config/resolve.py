@@ -409,7 +409,9 @@ def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
     settled = config.from_source(replace(provenance, autos=frozenset(still_open)))
     # A rule may read keys that are "auto" themselves; the schema lists those first, so they are resolved by then.
     for leaf in [leaf for leaf in section_leaves(config) if leaf.path in provenance.autos] if provenance.autos else ():
-        value, reason = _RULES.get(leaf.path, _default)(settled, context, leaf.value)
+        value, reason = leaf.value, _LATER if leaf.value is None else "the default"
+        if leaf.path in _RULES:
+            value, reason = _RULES[leaf.path](settled, context, leaf.value)
         settled = replaced(settled, leaf.path, value)
         reasons[leaf.path] = f"auto: {still_open.get(leaf.path, reason)}"
     settled, named = _settle_axes(settled, context)
@@ -456,10 +458,6 @@ _LATER = "chosen from the machine or the model at run time"
 _Rule = Callable[[Config, ResolveContext, Any], tuple[Any, str]]
 
 
-def _default(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
-    return default, _LATER if default is None else "the default"
-
-
 def _known(name: str, words: str) -> _Rule:
     def rule(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
         value = getattr(context, name)
@@ -496,10 +494,6 @@ def _by_budget(config: Config, context: ResolveContext, default: Any) -> tuple[A
     return "auto", "filled by budget when the plan is made: docs/memory.md"
 
 
-def _where_possible(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
-    return "auto", "on where Liger-Kernel, a CUDA device and a model that it knows are"
-
-
 _PRECISIONS = frozenset({"bf16.enabled", "fp16.enabled"})
 # The sizes that the DeepSpeed integration of transformers sets for "auto": path -> (words, elements of a hidden size).
 _SIZES: dict[str, tuple[str, Callable[[int], int]]] = {
@@ -511,7 +505,7 @@ _RULES: dict[str, _Rule] = {
     "zero_optimization.offload_param.device": _by_budget,
     "zero_optimization.offload_optimizer.device": _by_budget,
     "zero_optimization.offload_gradients.device": _by_budget,
-    "kernels.liger": _where_possible,
+    "kernels.liger": lambda *_: ("auto", "on where Liger-Kernel, a CUDA device and a model that it knows are"),
     "bf16.enabled": _precision("bf16"),
     "fp16.enabled": _precision("fp16"),
     "optimizer.params.lr": _known("optimizer_lr", "the optimizer's learning rate"),

@@ -382,7 +382,8 @@ def all_ranks_after(call: str, advice: str) -> Iterator[Patience]:
     for rank, said in enumerate(found):
         if said != call:
             leave_store()
-            raise DesyncError(f"rank {rank} {_other(said)} where rank {ranks.rank} has ended {call}. {advice}")
+            other = said if said.startswith(_RAISED) else f"ended {said}"
+            raise DesyncError(f"rank {rank} has {other} where rank {ranks.rank} has ended {call}. {advice}")
 
 
 def _key(name: object) -> str:
@@ -416,7 +417,3 @@ def _said(store: dist.Store, rank: int, call: str, advice: str, patience_seconds
             )  # fmt: skip
         time.sleep(_LOOK_SECONDS if look < 1000 else 10 * _LOOK_SECONDS)
     raise AssertionError
-
-
-def _other(said: str) -> str:
-    return f"has {said}" if said.startswith(_RAISED) else f"has ended {said}"

@@ -137,7 +137,7 @@ class Judge:
             first = f"What they did first that is not the same:\n{apart}\n" if apart else ""
             text = f"ranks wait for different things:\n{self._table(positions)}\n{first}{advice_for(self._channels)}"
             return Judgement(Diagnosis(text))
-        awaited = list(positions) if wait is None else self._missing(positions, wait)
+        awaited = list(positions) if wait is None else missing(positions, self._world.index, wait, self._channels)
         for rank in awaited:
             if positions[rank].failure and rank in steady:
                 place = self._channels.place(rank)
@@ -154,9 +154,6 @@ class Judge:
                     )
                 )
         return Judgement() if wait is None else self._late(positions, wait, now)
-
-    def _missing(self, positions: Positions, wait: Wait) -> list[int]:
-        return missing(positions, self._world.index, wait, self._channels)
 
     def _table(self, positions: Positions) -> str:
         return positions_table(positions, self._channels)

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,14 +104,8 @@ class PipelineMemory:
         )  # fmt: skip
 
 
-class Staged(Protocol):
-    """A model of which one stage at a time runs: see `infinity.parallel.stage`."""
-
-    def forward(
-        self, stage: int, received: Boundary | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Boundary | Any: ...
-
-    def remove(self) -> None: ...
+# A model of which one stage at a time runs: see `infinity.parallel.stage`.
+Staged = StagedModel | StagedLayers
 
 
 @dataclass(frozen=True, slots=True)

@@ -456,7 +456,8 @@ class ActivationTier:
         ending, self._ending = self._ending, []
         for transfers, pieces in ending:
             if all([transfer.done() for transfer in transfers]):
-                self._give(pieces)
+                for piece in pieces:
+                    (self._memory if piece.block.file is None else self._drive or self._memory).give(piece)
             else:
                 self._ending.append((transfers, pieces))
         self._write_behind()
@@ -478,10 +479,6 @@ class ActivationTier:
         _cancel(transfers)
         self._staged.pop(kept.number, None)
         self._ending.append((transfers, kept.release()))
-
-    def _give(self, pieces: Sequence[PoolBuffer]) -> None:
-        for piece in pieces:
-            (self._memory if piece.block.file is None else self._drive or self._memory).give(piece)
 
     # Tensors that several callers save.
 

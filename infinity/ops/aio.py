@@ -12,8 +12,8 @@ order of requests in flight is not guaranteed, and a write must not share a page
 flight.
 
 Every completion is checked, and a partial transfer is continued. The back ends differ only in speed: "io_uring" and
-"libaio" queue in the kernel, "threads" is a pool of threads with pread and pwrite, "python" is the Python fallback
-(`infinity.ops.aio_fallback`).
+"libaio" queue in the kernel, "threads" is a pool of threads with pread and pwrite. "python" is the Python fallback
+(`infinity.ops.aio_fallback`), whose one thread serves one request at a time, in their order and without priorities.
 
 The native I/O back ends: csrc/aio through its C ABI (csrc/aio/abi.cpp).
 """
@@ -28,13 +28,21 @@ import threading
 import time
 import warnings
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from infinity.errors import ExtensionError, TransferError
 from infinity.ops import build
-from infinity.ops.aio_fallback import CHECK_ALL, CHECK_NONE, CHECK_SAMPLE, END_OF_FILE, IoRequest, PythonEngine
+from infinity.ops.aio_fallback import (
+    CHECK_ALL,
+    CHECK_NONE,
+    CHECK_SAMPLE,
+    END_OF_FILE,
+    IoRequest,
+    PythonEngine,
+    PythonHandle,
+)
 from infinity.ops.file import Descriptors, File
 
 # Back end -> code in csrc/aio/queue.h, in the order in which "auto" tries them.
@@ -201,11 +209,13 @@ class NativeEngine:
         return bool(self._calls.close(self._pointer, timeout_s))
 
 
+_Handle = NativeHandle | PythonHandle
+_Engine = NativeEngine | PythonEngine
+
 __all__ = ["BACKENDS", "File", "Queue", "Request"]
 
 # The order in which "auto" tries them.
 BACKENDS = (*CODES, "python")
-_IN_KERNEL = ("io_uring", "libaio")
 
 # With 1 MiB the measured drives reach fio's best bandwidth (docs/benchmarks.md). Other sizes help one drive and slow
 # down another; `infinity bench` finds the best size of a drive.
@@ -337,7 +347,7 @@ class Queue:
     Arguments:
         backend: one of BACKENDS, or "auto" for the first that works; the attribute `backend` names it.
         depth: blocks in flight in a kernel queue.
-        threads: threads of a pool.
+        threads: threads of the back end "threads".
         timeout_s: limit of `wait` and `close` in seconds.
         block_nbytes: size of the blocks that requests are cut into.
         pending_max: requests that are not over at a time. A further one waits for room, and raises TransferError with
@@ -374,7 +384,7 @@ class Queue:
         self._engine = _make_engine(backend, depth, threads, block_nbytes, pending_max)
         self.backend = self._engine.name
         # The most bytes in flight before the next request begins.
-        self.ahead_nbytes = (depth if self.backend in _IN_KERNEL else threads) * block_nbytes
+        self.ahead_nbytes = {"threads": threads, "python": 1}.get(self.backend, depth) * block_nbytes
         # Set last, because `__del__` ignores a queue without it as incompletely constructed.
         self._closed = False
 
@@ -420,6 +430,8 @@ class Queue:
         self._check_process()
         with self._lock:
             self._check_open()
+            if isinstance(self._engine, PythonEngine):
+                return False
             held = what.descriptors if isinstance(what, File) else what
             if id(held) in self._registered:
                 return True
@@ -436,7 +448,7 @@ class Queue:
         self._check_process()
         with self._lock:
             held = self._registered.pop(id(what.descriptors if isinstance(what, File) else what), None)
-            if held is None or self._closed:
+            if held is None or self._closed or isinstance(self._engine, PythonEngine):
                 return
             if isinstance(held, Tensor):
                 self._engine.unregister_buffer(held.data_ptr())
@@ -563,33 +575,11 @@ def _check(wanted: bool, sampled: bool) -> int:
     return CHECK_SAMPLE if sampled else CHECK_ALL
 
 
-class _Handle(Protocol):
-    def done(self) -> bool: ...
-    def wait(self, timeout_s: float) -> bool: ...
-    def urge(self) -> None: ...
-    def cancel(self) -> bool: ...
-    def outcome(self) -> tuple[int, int]: ...
-    def checksum(self) -> int: ...
-    def moments(self) -> tuple[int, int]: ...
-
-
-class _Engine(Protocol):
-    name: str
-
-    def submit(self, job: IoRequest) -> _Handle | None: ...
-    def wait_room(self, timeout_s: float) -> bool: ...
-    def register_buffer(self, address: int, nbytes: int) -> bool: ...
-    def unregister_buffer(self, address: int) -> None: ...
-    def register_file(self, descriptors: Descriptors) -> bool: ...
-    def unregister_file(self, descriptors: Descriptors) -> None: ...
-    def close(self, timeout_s: float) -> bool: ...
-
-
 def _make_engine(backend: str, depth: int, threads: int, block_nbytes: int, pending_max: int) -> _Engine:
     refusals = []
     for name in BACKENDS if backend == "auto" else (backend,):
         if name == "python":
-            return PythonEngine(threads, block_nbytes, pending_max)
+            return PythonEngine(block_nbytes, pending_max)
         library = build.require("aio") if backend != "auto" else build.load("aio")
         if library is None:
             continue

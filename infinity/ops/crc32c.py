@@ -31,7 +31,7 @@ def crc32c(data: memoryview | bytes, crc: int = 0) -> int:
     strips = len(values) // _STRIP_NBYTES
     whole = strips * _STRIP_NBYTES
     if strips:
-        crc = _shifted(crc, whole) ^ _of_strips(values[:whole].reshape(strips, _STRIP_NBYTES))
+        crc = _multiply(_power(whole), crc) ^ _of_strips(values[:whole].reshape(strips, _STRIP_NBYTES))
     table = _byte_table()
     crc ^= 0xFFFFFFFF
     for value in values[whole:].tolist():
@@ -84,15 +84,6 @@ def _power(nbytes: int) -> int:
         square = _multiply(square, square)
         nbytes >>= 1
     return power
-
-
-def combine(first: int, second: int, nbytes: int) -> int:
-    """Return the checksum of two concatenated byte strings from theirs; the second one has `nbytes` bytes."""
-    return _shifted(first, nbytes) ^ second
-
-
-def _shifted(crc: int, nbytes: int) -> int:
-    return _multiply(_power(nbytes), crc)
 
 
 def _shift_many(crcs: _Words, nbytes: int) -> _Words:

@@ -34,7 +34,8 @@ def adam_step(piece: Piece, constants: StepConstants) -> Tensor:
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
         finite = grad.isfinite()
         grad = grad.clamp(-constants.grad_bound, constants.grad_bound)
-        written = [tensor.view(-1)[at] for tensor in _written(piece)]
+        tensors = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.remainder, piece.master)
+        written = [tensor.view(-1)[at] for tensor in tensors if tensor is not None]
         kept = [tensor.clone() for tensor in written]
         nonfinite_count += (~finite).sum()
         if piece.hyper.rule.decoupled:
@@ -122,12 +123,6 @@ def round_ties_away(values: Tensor) -> Tensor:
 def _one_nan(values: Tensor) -> Tensor:
     """Make any NaN the usual one: a GPU's is 0x7FFFFFFF, of which rounding by bits would make -0."""
     return torch.where(values.isnan(), math.nan, values)
-
-
-def _written(piece: Piece) -> list[Tensor]:
-    """Return all tensors that a step writes."""
-    tensors = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.remainder, piece.master)
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _load_weight(piece: Piece, at: slice) -> Tensor:

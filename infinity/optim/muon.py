@@ -135,7 +135,9 @@ class MuonRule:
         sharing = [*([data] if parts > 1 else []), *([tensor] if layout.is_cut else [])]
         full, ranks, mine = own.to(room.device), 1, 0
         for group in sharing:
-            full, mine, ranks = _gathered(full, group, layout), mine + ranks * group.index, ranks * group.size
+            part, full = full, full.new_empty(group.size * full.numel())
+            all_gather(full, part, group, f"momenta of {layout.name}").wait()
+            mine, ranks = mine + ranks * group.index, ranks * group.size
         # By index on the tensor axis, if it cuts the unit.
         rows, begin = full.view(tensor.size if layout.is_cut else 1, -1), 0 if parts > 1 else piece.start
         matrices = [(slot, *matrix) for slot in layout.slots for matrix in slot.matrices()]
@@ -188,13 +190,6 @@ def orthogonal(room: Tensor, shape: Sequence[int], hyper: MuonHyper) -> Tensor:
         torch.addmm(x, polynomial, x, beta=a, out=other)
         x, other, spare = other, spare, other
     return other.view(rows, columns).copy_(x.T).view(-1) if tall else x.view(-1)
-
-
-def _gathered(own: Tensor, group: AxisGroup, layout: UnitLayout) -> Tensor:
-    """Gather what each rank of a group has [n]: [size * n]."""
-    full = own.new_empty(group.size * own.numel())
-    all_gather(full, own, group, f"momenta of {layout.name}").wait()
-    return full
 
 
 def _put_together(rows: Tensor, slot: Slot, room: Tensor) -> None:

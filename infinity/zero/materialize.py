@@ -178,7 +178,8 @@ class Materializer:
 
     def _parameters(self, unit: Unit, start: int, numel: int) -> Iterator[tuple[Overlap, nn.Parameter]]:
         """Yield the parameters in a range of this rank's partition, each with its overlap."""
-        self._agree(unit)
+        # Every rank starts from rank 0's values.
+        self._agree_up_to(max((self._place[id(parameter.whole_of(param))] for param in unit.params), default=-1) + 1)
         first = unit.rank_in_parts * unit.layout.partition_numel(unit.placed.parts) + start
         wholes = map(parameter.whole_of, unit.params)
         by_name = dict(zip((slot.name for slot in unit.layout.slots), wholes, strict=True))
@@ -225,10 +226,6 @@ class Materializer:
         if self._groups.world.size > 1:
             touched = on_any_rank(touched, self._groups.world, "files of the weights")
         self._alike = {id(param) for param, flag in zip(params, touched, strict=True) if not flag}
-
-    def _agree(self, unit: Unit) -> None:
-        """Make every rank start from rank 0's values."""
-        self._agree_up_to(max((self._place[id(parameter.whole_of(param))] for param in unit.params), default=-1) + 1)
 
     def _agree_up_to(self, count: int) -> None:
         """Agree on the values of so many parameters: every rank on all of them, in one order, whoever keeps them."""

@@ -76,7 +76,10 @@ class Reducer:
         """Sum a unit's whole gradients [numel] over ranks, and wait for it. `target` gets this rank's slice, or all of
         the sum where nothing is partitioned. Collective.
         """
-        full, key = self._copy_of(whole), unit.grad_key
+        self._settle()
+        # In the dtype that travels: themselves, where they are kept in it.
+        full, key = self._scratch().full, unit.grad_key
+        full = full[: whole.numel()].copy_(whole) if full.numel() else whole
         trace.begin_async("reductions", key, full.nbytes)
         with trace.span(trace.WAIT, "reduction", key, full.nbytes):
             if unit.placed.parts == 1:
@@ -127,12 +130,6 @@ class Reducer:
                 full[slot.offset : end].copy_(grad.reshape(-1))
         full[end:].zero_()
         return full
-
-    def _copy_of(self, whole: Tensor) -> Tensor:
-        """Whole gradients in the dtype that travels: themselves, where they are kept in it."""
-        self._settle()
-        full = self._scratch().full
-        return full[: whole.numel()].copy_(whole) if full.numel() else whole
 
     def _start(self, unit: Unit, full: Tensor, target: Tensor | None = None) -> Reduction:
         """Begin to sum `full` [numel] over ranks. target: this rank's slice of the sum may be left there."""

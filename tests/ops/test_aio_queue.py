@@ -1,4 +1,7 @@
-"""What waits goes first, what is cancelled does not begin, and a queue holds no more than it was told to."""
+"""What waits goes first, what is cancelled does not begin, and a queue holds no more than it was told to.
+
+The Python fallback serves requests in their order.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch import Tensor
 from infinity.errors import TransferError
 from infinity.memory.tiers.pinned import page_aligned
 from infinity.ops.aio import File, Queue, Request
-from tests.support.backends import WORKING, every_backend
+from tests.support.backends import WORKING, every_backend, every_native_backend
 
 _MIB = 1 << 20
 # One transfer of this many bytes keeps a queue of depth 1 busy for longer than a few calls take.
@@ -67,7 +70,7 @@ def gated(tmp_path: Path, request: pytest.FixtureRequest):
         each.close()
 
 
-@every_backend
+@every_native_backend
 def test_what_somebody_waits_for_goes_before_every_priority(gated, backend: str) -> None:
     with_gate = gated(backend)
     for _ in range(50):
@@ -87,7 +90,7 @@ def test_what_somebody_waits_for_goes_before_every_priority(gated, backend: str)
     assert found == 8
 
 
-@every_backend
+@every_native_backend
 def test_greater_priorities_go_first_and_equals_in_order(gated, backend: str) -> None:
     with_gate = gated(backend)
     for _ in range(50):
@@ -103,7 +106,7 @@ def test_greater_priorities_go_first_and_equals_in_order(gated, backend: str) ->
     assert with_gate.value() == order.index(min(order))
 
 
-@every_backend
+@every_native_backend
 def test_reads_and_writes_take_turns_and_what_has_time_stays_behind_both(gated, backend: str) -> None:
     with_gate = gated(backend)
     pages = [page_aligned(_NBYTES) for _ in range(4)]
@@ -128,6 +131,16 @@ def test_reads_and_writes_take_turns_and_what_has_time_stays_behind_both(gated, 
     # The gate was a write.
     assert order == ["read", "write"] * 4 + ["behind"]
     assert began[0] is reads[-1]
+
+
+def test_the_fallback_serves_requests_in_their_order_whoever_waits(gated) -> None:
+    with_gate = gated("python")
+    with_gate.shut()
+    requests = [with_gate.write(value, priority=value % 3) for value in range(1, 9)]
+    requests[-1].wait()
+    assert all(request.done() for request in requests)
+    assert sorted(requests, key=lambda request: request.moments[0]) == requests
+    assert with_gate.value() == 8
 
 
 @every_backend

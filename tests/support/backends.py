@@ -19,3 +19,4 @@ def works(backend: str) -> bool:
 
 WORKING = [backend for backend in BACKENDS if works(backend)]
 every_backend = pytest.mark.parametrize("backend", WORKING)
+every_native_backend = pytest.mark.parametrize("backend", [backend for backend in WORKING if backend != "python"])
