@@ -34,7 +34,7 @@ from infinity.errors import ConfigError
 from infinity.plan.block_layouts import BlockLayout, block_layout
 
 # Tokens of the larger squares, scores of a tile and keys of a tile's row: what a core's caches hold.
-_SQUARE, _SCORES, _KEYS = 128, 1 << 20, 1024
+_SQUARE, _SCORES, _KEYS = 128, 1 << 18, 1024
 # Below every score, and finite, so that differences of two are.
 _LOWEST = -1e30
 
