@@ -34,7 +34,8 @@ KEYS: dict[str, tuple[str, ...]] = {
         "num_different_global_patterns",
     ),
     "variable": (
-        "different_layout_per_head", "num_random_blocks", "local_window_blocks", *_GLOBAL, "horizontal_global_attention",
+        "different_layout_per_head", "num_random_blocks", "local_window_blocks", *_GLOBAL,
+        "horizontal_global_attention",
     ),
     "bigbird": (
         "different_layout_per_head", "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks",

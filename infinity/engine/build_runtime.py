@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 
+import torch
 from torch import nn
 
 from infinity.config import ResolvedConfig
+from infinity.distributed.collectives import exchange
 from infinity.distributed.groups import ProcessGroups, Ranks
 from infinity.engine.activation_forecast import FirstBatch
 from infinity.engine.micro_batches import widen_batch_norms
@@ -28,6 +30,7 @@ from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
 from infinity.step.loss_scaler import LossScaler
 from infinity.step.optimizer_step import OptimizerStep
+from infinity.tiling.sparse_models import SparseModel
 from infinity.zero.access import ParamAccess
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
@@ -104,6 +107,7 @@ def build_runtime(
     # Beneath the hooks, and beneath what computes blocks again.
     exchanges = tensor.apply(model, inputs.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
+    blocks = undo.enter_context(closing(_sparse_model(config, model, groups)))
     parts = undo.enter_context(closing(sequence.SequenceAxis(model, groups.sequence)))
     hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
@@ -123,9 +127,17 @@ def build_runtime(
     return Runtime(
         module=model, config=config, plan=plan, device=device, groups=groups, store=store, gradients=gradients,
         coordinator=coordinator, access=access, step=step,
-        attached=Attached(exchanges, parts, experts, hooks, checkpointing, compiled), observer=observer,
+        attached=Attached(exchanges, blocks, parts, experts, hooks, checkpointing, compiled), observer=observer,
         progress=progress, first_batch=first_batch, health=health,
     )  # fmt: skip
+
+
+def _sparse_model(config: ResolvedConfig, model: nn.Module, groups: ProcessGroups) -> SparseModel:
+    """Have attention go over blocks; random ones by rank 0's seed. Collective."""
+    section, seed = config.sections.sparse_attention, 0
+    if section is not None and section.num_random_blocks:
+        seed = int(exchange([float(torch.initial_seed() % 2**32)], groups.world, "seed of the layouts")[0][0])
+    return SparseModel(model, section, seed, groups.tensor, groups.sequence)
 
 
 def _place_buffers(model: nn.Module, device: Device, dtype: str) -> None:

@@ -9,9 +9,9 @@ What a rank sends in an attention layer of H query heads, of which N tokens have
 k, v and the output, (2 H + 2 G) N / P x (P - 1) / P vectors in forward and as many in backward. Key and value heads
 that P does not divide are repeated until it does, and then G counts them so often.
 
-Both exchanges stand around a layer's attention function, and the model's masks are made of the positions and the padding
-of the whole sequence: see [Note: doors] of `infinity.zero.attention_doors`. In evaluation mode both do nothing: in
-evaluation batches are whole.
+The exchanges stand around a layer's attention function, and the model's masks are made of the positions and the
+padding of the whole sequence: see [Note: doors] of `infinity.zero.attention_doors`. In evaluation mode neither does
+anything: in evaluation batches are whole.
 
 Batches are cut by `SequenceCutter`: labels are shifted before the cut, positions are those of the whole, and the number
 of labels that count is the whole's by the number of ranks, so that the mean over ranks of a model's own loss is the

@@ -10,7 +10,7 @@ the causal order, the window, the documents or the padding hide as a whole. Back
 tile, from the output and these logarithms.
 
 On an accelerator the same blocks go to torch's FlexAttention, which rounds up to squares of 128 tokens. It has no
-backward on the CPU, and uncompiled it makes the whole score matrix, so elsewhere tiles are computed by batched products.
+backward on the CPU, and uncompiled it makes the whole score matrix, so elsewhere tiles are batched products.
 
 Key and value heads that query heads share are read where they lie, never repeated.
 """
@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infinity.config.sparse_attention import SparseAttention
-from infinity.errors import ConfigError
 from infinity.plan.block_layouts import BlockLayout, block_layout
 
 # Tokens of the larger squares, scores of a tile and keys of a tile's row: what a core's caches hold.
@@ -90,8 +89,6 @@ def sparse_attention(
     if padding is not None:
         queries = torch.zeros_like(padding, dtype=torch.int64) if queries is None else queries
         keys = queries.masked_fill(~padding.bool(), _HIDDEN)
-    if query.device.type == "cuda" and visible is None:
-        return _flex(call, query, key, value, queries, keys, sinks)
     return _Attention.apply(call, query, key, value, queries, keys, sinks)
 
 
@@ -192,16 +189,18 @@ def _tiles(
             there &= (rows[:, None] - columns) * size - size + 1 < window
         if hidden is not None:
             there &= hidden.meet(rows, columns)
-        # A square that is there as a whole, of which all pairs are visible.
-        at = np.arange(start, len(columns) // step + start)
+        # Squares that are there as a whole, of which all pairs are visible.
+        at = np.arange(start, start + len(columns) // step)
         full = np.zeros(stop - start, dtype=bool)
         if len(rows) == step and not masked:
-            full[: len(at)] = there[:, : len(at) * step].reshape(step, -1, step).all((0, 2)) & ((at + 1) * square <= tokens)
-            full[: len(at)] &= (not causal) | (at < row)
+            visible = there[:, : len(at) * step].reshape(step, -1, step).all((0, 2)) & ((at + 1) * square <= tokens)
+            if causal:
+                visible &= at < row
             if window is not None:
-                full[: len(at)] &= (row - at + 1) * square - 1 < window
+                visible &= (row - at + 1) * square - 1 < window
             if hidden is not None:
-                full[: len(at)] &= hidden.all_equal(rows, at * step, step)
+                visible &= hidden.all_equal(rows, at * step, step)
+            full[: len(at)] = visible
         (squares,) = np.nonzero(full)
         whole.append((np.full(len(squares), row), squares + start))
         left = np.nonzero(there & ~np.repeat(full, step)[: len(columns)])
