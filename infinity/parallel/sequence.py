@@ -246,13 +246,12 @@ class _LocalHeads:
 
     def __init__(self, module: Any, own: slice, groups: int) -> None:
         self._module, self._own, self._groups = module, own, groups
+        self.first_head = own.start
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
         if name == "num_key_value_groups":
             return self._groups
-        if name == "first_head":
-            return self._own.start
         return value[self._own] if name == "sinks" else value
 
 
