@@ -227,6 +227,6 @@ def test_what_is_not_of_blocks_is_refused_by_name(tmp_path: Path) -> None:
         (refused(tmp_path, build("llama"), {**keys, "layers": [0, 2]}), "have attention are [0, 1]"),
         (refused(tmp_path, nn.Linear(2, 2), keys), "Linear has no model of transformers"),
         (refused(tmp_path, transformers.T5ForConditionalGeneration(t5), keys), "attention to other inputs"),
-        (refused(tmp_path, build("llama"), {**LAYOUTS["variable"], "num_random_blocks": 12}), "num_random_blocks is 12"),
+        (refused(tmp_path, build("llama"), {**LAYOUTS["variable"], "num_random_blocks": 12}), "blocks is 12, and"),
     ):
-        assert re.search(re.escape(said).replace(r"\.\*", ".*"), text), text
+        assert said in text, text
