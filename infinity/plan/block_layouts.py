@@ -77,6 +77,7 @@ class BlockLayout:
         if section.mode == "dense":
             return np.ones((len(rows), len(columns)), dtype=bool)
         earlier = column <= row if section.attention == "unidirectional" else None
+        found: NDArray[np.bool_]
         if self._window is not None:
             found = self._window[row] == self._window[column]
             if earlier is not None:

@@ -237,7 +237,7 @@ def _cut(
     size: int, found: list[tuple[NDArray[Any], NDArray[Any]]], times: int, *, masked: bool
 ) -> Iterator[_Tile]:
     """Yield the tiles of some blocks, by row and column in the order of rows."""
-    rows, columns = (np.concatenate(each).astype(np.int32) for each in zip(*found, strict=True))
+    rows, columns = (np.concatenate([each[at] for each in found]).astype(np.int32) for at in (0, 1))
     if not len(rows):
         return
     widest = max(1, min(_KEYS // size, _SCORES // (times * size**2)))
@@ -248,7 +248,7 @@ def _cut(
     width = np.minimum(widest, np.repeat(counts, counts) - piece * widest)
     # A tile has no row twice: pieces of one place in their rows and of one width go together.
     order = np.lexsort((piece, width))
-    rows, columns, piece, width = (each[order] for each in (rows, columns, piece, width))
+    rows, columns, piece, width = rows[order], columns[order], piece[order], width[order]
     starts = np.flatnonzero(np.diff(piece, prepend=-1) | np.diff(width, prepend=-1))
     for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
         wide = int(width[start])

@@ -96,7 +96,7 @@ _EVERY_LOADS = f"{reason_of('checkpoint.load_universal')}. Leave the conversion 
 _MONITORS = "the monitors are the sections tensorboard, csv_monitor and wandb: see DeepSpeedConfig(...).monitor_config"
 _NO_DRAWS = "the engine seeds what divided layers draw, and recomputation restores random numbers. Leave the call out"
 _NO_BERT = (
-    "models are not rewritten: set the section sparse_attention, which reaches the attention of transformers' models and "
+    "models are not rewritten: set the section sparse_attention, which reaches attention of transformers' models and "
     "takes any length"
 )
 _OWN_BLOCKS = "products over blocks are infinity's own: call SparseSelfAttention, or infinity.sparse_attention"
