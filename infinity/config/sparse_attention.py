@@ -59,7 +59,7 @@ class SparseAttention(Section):
     num_global_blocks: Natural = 1
     """"fixed": blocks of each window that all rows see; "bigbird": blocks at the beginning that all rows see."""
     attention: Annotated[
-        Direction, Differs('"bigbird" and "bslongformer" read it too, whose keys it is not in DeepSpeed\'s section')
+        Direction, Differs('"bigbird" and "bslongformer" read it too, which they do not in DeepSpeed\'s section')
     ] = "bidirectional"
     """"unidirectional": no block sees a later one. A causal model has the lower half of either."""
     horizontal_global_attention: Flag = False

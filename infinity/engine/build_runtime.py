@@ -107,7 +107,7 @@ def build_runtime(
     # Beneath the hooks, and beneath what computes blocks again.
     exchanges = tensor.apply(model, inputs.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
-    blocks = undo.enter_context(closing(_sparse_model(config, model, groups)))
+    blocks = undo.enter_context(closing(_sparse_model(config, model, groups, device)))
     parts = undo.enter_context(closing(sequence.SequenceAxis(model, groups.sequence)))
     hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
@@ -132,12 +132,12 @@ def build_runtime(
     )  # fmt: skip
 
 
-def _sparse_model(config: ResolvedConfig, model: nn.Module, groups: ProcessGroups) -> SparseModel:
+def _sparse_model(config: ResolvedConfig, model: nn.Module, groups: ProcessGroups, device: Device) -> SparseModel:
     """Have attention go over blocks; random ones by rank 0's seed. Collective."""
     section, seed = config.sections.sparse_attention, 0
     if section is not None and section.num_random_blocks:
         seed = int(exchange([float(torch.initial_seed() % 2**32)], groups.world, "seed of the layouts")[0][0])
-    return SparseModel(model, section, seed, groups.tensor, groups.sequence)
+    return SparseModel(model, section, seed, groups.tensor, groups.sequence, device.torch)
 
 
 def _place_buffers(model: nn.Module, device: Device, dtype: str) -> None:

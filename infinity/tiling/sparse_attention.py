@@ -17,6 +17,7 @@ Key and value heads that query heads share are read where they lie, never repeat
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from infinity.config.sparse_attention import SparseAttention
 from infinity.plan.block_layouts import BlockLayout, block_layout
@@ -89,6 +91,8 @@ def sparse_attention(
     if padding is not None:
         queries = torch.zeros_like(padding, dtype=torch.int64) if queries is None else queries
         keys = queries.masked_fill(~padding.bool(), _HIDDEN)
+    if query.device.type == "cuda" and visible is None:
+        return _flex(call, query, key, value, queries, keys, sinks)
     return _Attention.apply(call, query, key, value, queries, keys, sinks)
 
 
@@ -439,3 +443,66 @@ def _add_gradients(
     for whole, part in ((own[1], torch.matmul(weights.mT, query)), (own[2], value_part)):
         by_block = part.unflatten(3, (-1, tile.size)).flatten(2, 3)
         whole.unflatten(2, (-1, tile.size)).index_add_(2, columns, by_block)
+
+
+def _flex(
+    call: _Call, query: Tensor, key: Tensor, value: Tensor, queries: Tensor | None, keys: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of the same blocks by FlexAttention's compiled kernels: see [Note: tiles]."""
+    cap = call.softcap
+    output, found = _compiled_flex()(
+        query, key, value, scale=call.scale, enable_gqa=query.shape[1] != key.shape[1],
+        score_mod=None if cap is None else lambda score, *_: cap * torch.tanh(score / cap),
+        block_mask=_block_mask(call, query, queries, keys), return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    if sinks is not None:
+        # What a further score would leave of the others' weights.
+        output = output * torch.sigmoid(found.lse - sinks.to(found.lse.dtype)[:, None]).unsqueeze(-1).to(output.dtype)
+    return output
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _block_mask(call: _Call, query: Tensor, queries: Tensor | None, keys: Tensor | None) -> BlockMask:
+    """Return the tiles of a call as FlexAttention has them: squares of which it computes all pairs, and some."""
+    layout, device, size = call.layout, query.device, call.layout.section.block
+    square = math.lcm(_SQUARE, size)
+    count = -(-call.tokens // square)
+    samples, heads = 1 if keys is None else len(query), 1 if layout.patterns == 1 else query.shape[1]
+    # Squares of some pairs, and of all.
+    squares = torch.zeros(2, samples, heads, count, count, dtype=torch.bool)
+    for sample in range(samples):
+        numbers = [None if each is None else each[sample].cpu().numpy().astype(np.int64).tobytes()
+                   for each in (queries, keys)]  # fmt: skip
+        for head in range(heads):
+            pattern = (call.first_head + head) % layout.patterns
+            tiles = _tiles(layout, pattern, call.tokens, call.causal, call.window, square, False, 1, *numbers)
+            for tile in tiles:
+                rows, columns = tile.rows * tile.size // square, tile.columns.long() * tile.size // square
+                squares[int(not tile.masked), sample, head, rows[:, None], columns] = True
+    together = len(query) // samples * (query.shape[1] // heads)
+    computed["blocks"] += int(squares.any(0).sum()) * (square // size) ** 2 * together
+    tables = None
+    if layout.section.mode != "dense":
+        tables = torch.stack([torch.from_numpy(layout.table(each)) for each in range(layout.patterns)]).to(device)
+
+    def visible(sample: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        seen = row >= column if call.causal else (row >= 0) & (column >= 0)
+        if tables is not None:
+            seen = seen & tables[(head + call.first_head) % layout.patterns, row // size, column // size]
+        if call.window is not None:
+            seen = seen & (row - column < call.window)
+        if queries is not None and keys is not None:
+            seen = seen & (queries[sample, row] == keys[sample, column])
+        return seen
+
+    squares = squares.to(device)
+    counts, order = squares.sum(-1).int(), squares.int().argsort(dim=-1, descending=True, stable=True).int()
+    return BlockMask.from_kv_blocks(
+        counts[0], order[0], counts[1], order[1], BLOCK_SIZE=square, mask_mod=visible,
+        seq_lengths=(call.tokens, call.tokens),
+    )  # fmt: skip

@@ -42,8 +42,9 @@ class SparseModel:
     """Has a model's attention go over the blocks of a section's layouts until it is closed; None: does nothing."""
 
     def __init__(
-        self, model: nn.Module, section: SparseAttention | None, seed: int, tensor: AxisGroup, sequence: AxisGroup
-    ) -> None:
+        self, model: nn.Module, section: SparseAttention | None, seed: int, tensor: AxisGroup, sequence: AxisGroup,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         """seed: of random blocks, the same on all ranks. tensor, sequence: the axes along which heads are divided.
 
         ConfigError for a model that it would not reach, or that would compute something else.
@@ -65,6 +66,8 @@ class SparseModel:
         self._undo.enter_context(open_doors(model, self._attend, self._mask))
         for each in models:
             self._undo.callback(each.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+        way = "FlexAttention" if device.type == "cuda" else "tiles (FlexAttention has no backward on the CPU)"
+        logger.info("sparse_attention: %s in blocks of %d tokens, by %s", section.mode, section.block, way)
         causal = all(getattr(module, "is_causal", True) for module in model.modules())
         if causal and section.mode != "dense" and section.attention == "bidirectional":
             logger.info(

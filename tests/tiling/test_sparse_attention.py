@@ -176,3 +176,30 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="20 tokens, and the layout 1 blocks of 16"):
         short = block_layout(SparseAttention(), HEADS, 1, 0)
         infinity.sparse_attention(query, key, value, layout=short)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("name", "mask"), [
+    ("dense", "window"), ("fixed", "plain"), ("variable", "packed"), ("bigbird", "together"), ("bslongformer", "all"),
+])  # fmt: skip
+def test_flex_attention_gets_the_same_blocks(monkeypatch: pytest.MonkeyPatch, name: str, mask: str) -> None:
+    """Uncompiled and forward, which is what it can do on the CPU."""
+    monkeypatch.setattr(module, "_compiled_flex", lambda: module.flex_attention)
+    tensors, tokens = [each.detach() for each in inputs(300)], 300
+    options, left = masks(mask, tokens)
+    layout = {**LAYOUTS[name], "block": 16}
+    wanted = infinity.sparse_attention(*tensors, layout=layout, **options)
+    masked, real = [], module._block_mask
+    monkeypatch.setattr(module, "_block_mask", lambda *args: masked.append(real(*args)) or masked[-1])
+    monkeypatch.setattr(module, "_Attention", Instead)
+    found = infinity.sparse_attention(*tensors, layout=layout, **options)
+    assert float((found - wanted).detach().abs().max()) <= 1e-6
+    seen = left & table(LAYOUTS[name], 16, tokens).repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :300, :300]
+    squares = F.pad(seen, (0, 84, 0, 84)).unflatten(3, (3, 128)).unflatten(2, (3, 128)).any(5).any(3)
+    assert torch.equal(masked[0].to_dense().bool().expand_as(squares), squares)
+
+
+class Instead:
+    """In the place of tiles."""
+
+    apply = staticmethod(module._flex)

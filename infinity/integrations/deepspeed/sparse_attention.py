@@ -154,8 +154,8 @@ class SparseSelfAttention(nn.Module):
         attn_mask_mode: str = "mul", max_seq_length: int = 2048,
     ) -> None:  # fmt: skip
         """The modes: "add" for masks that are 0 where a key is seen and at most -10,000 where not, "mul" for masks that
-        are 0 where not. Unlike DeepSpeed's, a layout is that of a sample's own length, and `max_seq_length` only says
-        at which random blocks are drawn, of which a shorter sample has the first.
+        are 0 where not. max_seq_length: tokens of the layout, which is made here; a shorter sample has its first
+        blocks. Ranks draw the same random blocks if they have seeded Python's `random` alike.
         """
         super().__init__()
         self.sparsity_config = DenseSparsityConfig(4) if sparsity_config is None else sparsity_config
