@@ -87,7 +87,7 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 CELLS = [(layout, size, mask) for layout in LAYOUTS for size in SIZES for mask in MASKS]
 SUITE = [(layout, SIZES[i % 3], mask) for i, layout in enumerate(LAYOUTS) for mask in MASKS]
-SUITE += [("bigbird", SIZES[3], "together"), ("fixed", SIZES[3], "padded")]
+SUITE += [("dense", SIZES[1], "together"), ("bigbird", SIZES[3], "together"), ("fixed", SIZES[3], "padded")]
 
 
 @pytest.mark.parametrize(("name", "size", "mask"), kept(CELLS, SUITE))
@@ -132,11 +132,14 @@ def test_it_computes_in_fp32_at_least(dtype: torch.dtype) -> None:
 
 
 def test_a_query_that_sees_nothing_has_nothing() -> None:
-    query, key, value = inputs(40)
-    padding = torch.zeros(BATCH, 40, dtype=torch.bool)
-    output = infinity.sparse_attention(query, key, value, layout={"mode": "bslongformer"}, padding=padding)
-    output.sum().backward()
-    assert not output.any() and not any(each.grad.any() for each in (query, key, value) if each.grad is not None)
+    """In a block that others see, and where no block is left."""
+    for first in (38, 40):
+        query, key, value = inputs(40)
+        padding = (torch.arange(40) >= first).expand(BATCH, -1)
+        output = infinity.sparse_attention(query, key, value, layout={"mode": "bslongformer"}, padding=padding)
+        assert not output[:, :, :first].any() and bool(output[:, :, first:].all())
+        for grad in torch.autograd.grad(output.sum(), [query, key, value]):
+            assert not grad[:, :, :first].any() and grad.isfinite().all()
 
 
 def test_what_is_large_does_not_overflow() -> None:
