@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from infinity.parallel.sequence import sequence_attention
     from infinity.tiling.losses import tile_sequence
     from infinity.tiling.sequences import tiled_cross_entropy, tiled_mlp
+    from infinity.tiling.sparse_attention import sparse_attention
     from infinity.zero.parameter import set_z3_leaf_modules
 
 __all__ = [
     "GatheredParameters", "Init", "__version__", "add_config_arguments", "errors", "estimate", "init_distributed",
     "initialize", "load_hf", "measure_activations", "modify", "read", "sequence_attention", "set_z3_leaf_modules",
-    "state", "tile_sequence", "tiled_cross_entropy", "tiled_mlp",
+    "sparse_attention", "state", "tile_sequence", "tiled_cross_entropy", "tiled_mlp",
 ]  # fmt: skip
 
 _FROM = {
@@ -38,6 +39,7 @@ _FROM = {
     "infinity.engine.launch": ("add_config_arguments", "init_distributed"),
     "infinity.tiling.losses": ("tile_sequence",),
     "infinity.tiling.sequences": ("tiled_cross_entropy", "tiled_mlp"),
+    "infinity.tiling.sparse_attention": ("sparse_attention",),
     "infinity.zero.parameter": ("set_z3_leaf_modules",),
     "estimators.estimate": ("estimate",),
 }  # fmt: skip

@@ -4,7 +4,7 @@
 
 The values are those of initialize(), computed by the same code. A value that only a program or its model can give
 prints as "auto". With --as-deepspeed they are those of a program that was written for DeepSpeed, and what it ignores is
-printed too.
+printed too. A block-sparse layout (`sparse_attention`) is drawn as 32 blocks of tokens have it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import argparse
 
 from infinity.cli.terminal import say
 from infinity.config import DEEPSPEED, STRICT, ResolveContext, load_config, resolve, unfilled
+from infinity.config.sparse_attention import SparseAttention
 from infinity.errors import ConfigError
+from infinity.plan.block_layouts import block_layout
+
+# Blocks of a layout's drawing, of a head and of the second one where heads may differ.
+_DRAWN = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +52,20 @@ def run(given: argparse.Namespace) -> int:
         lines = [line for line in lines if line.startswith((f"{given.only} =", f"{given.only}."))]
         if not lines:
             raise ConfigError(f"--only {given.only}: there is no such key or section; leave it out to see all")
+    section = config.sparse_attention
+    if section is not None and (given.only or "sparse_attention").startswith("sparse_attention"):
+        lines += _drawn(section)
     for line in [*lines, *resolved.report(), *config.provenance.foreign.values()]:
         say(line)
     return 0
+
+
+def _drawn(section: SparseAttention) -> list[str]:
+    """Return a layout as text: a line a row of blocks, whose columns are blocks of keys."""
+    layout = block_layout(section, 2 if section.per_head else 1, _DRAWN, 0)
+    titles = ["head 0", "head 1"][: layout.patterns] if layout.patterns > 1 else ["all heads"]
+    lines = []
+    for head, title in enumerate(titles):
+        lines.append(f'sparse_attention "{section.mode}", {title}, {_DRAWN * section.block:,} tokens:')
+        lines += [f"  {line}" for line in layout.draw(head)]
+    return lines

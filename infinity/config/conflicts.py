@@ -48,6 +48,7 @@ def conflicts(config: Config) -> list[str]:
         + _offload(config)
         + _checkpointing(config)
         + _schedule(config)
+        + (config.sparse_attention.problems() if config.sparse_attention else [])
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from infinity.base.tiers import drive_names
 from infinity.config.schema import Config
+from infinity.config.sparse_attention import KEYS
 from infinity.config.training import OneCycleConfig, WarmupDecayLRConfig, WarmupLRConfig
 
 _MACHINE = "what the machine has"
@@ -89,4 +90,8 @@ def idle(config: Config) -> dict[str, str]:
         found["zero_optimization.cpu_offload_use_pin_memory"] = "nothing is offloaded"
     if config.aio.drive_weights and not on_drive:
         found["aio.drive_weights"] = "nothing is on NVMe"
+    if (sparse := config.sparse_attention) is not None:
+        of_others = {key for keys in KEYS.values() for key in keys} - set(KEYS[sparse.mode])
+        why = f'the layout "{sparse.mode}" does not read it'
+        found |= dict.fromkeys((f"sparse_attention.{key}" for key in sorted(of_others)), why)
     return {path: why for path, why in found.items() if path in config.provenance.given}

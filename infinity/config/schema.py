@@ -58,6 +58,7 @@ from infinity.config.section import (
     reply_of,
     section_leaves,
 )
+from infinity.config.sparse_attention import SparseAttention
 from infinity.config.training import Amp, AnyOptimizer, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
 from infinity.config.zero import ZeroOptimization
 
@@ -630,8 +631,7 @@ class Config(Section):
     """Quantised training."""
     compression_training: Annotated[None, _CHANGES_MODEL, Absent(switch=None)] = None
     """Compression during training."""
-    sparse_attention: Annotated[None, _CHANGES_MODEL, Absent(switch=None)] = None
-    """Sparse attention."""
+    sparse_attention: SparseAttention | None = None
     weight_quantization: Annotated[None, _CHANGES_MODEL, Absent(absent=True)] = None
     """Quantised weights."""
     hybrid_engine: Annotated[

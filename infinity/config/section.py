@@ -445,6 +445,17 @@ EveryStep = Annotated[_EveryStep, _one_of(_EveryStep)]
 _TagValidation = Literal["Ignore", "Warn", "Fail"]
 TagValidation = Annotated[_TagValidation, _one_of(_TagValidation)]
 Counts = Annotated[tuple[int, ...], _expected("a list of whole numbers of at least 1", _tuple(_whole(1)))]
+Naturals = Annotated[tuple[int, ...], _expected("a list of whole numbers of at least 0", _tuple(_whole(0)))]
+Layers = Annotated[
+    tuple[int, ...] | Literal["all"],
+    _expected('"all", or a list of whole numbers of at least 0', lambda value: (
+        "all" if isinstance(value, str) and value.lower() == "all" else _tuple(_whole(0))(value)
+    )),
+]  # fmt: skip
+_LayoutMode = Literal["dense", "fixed", "variable", "bigbird", "bslongformer"]
+LayoutMode = Annotated[_LayoutMode, _one_of(_LayoutMode)]
+_Direction = Literal["bidirectional", "unidirectional"]
+Direction = Annotated[_Direction, _one_of(_Direction)]
 _Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 Schedule = Annotated[_Schedule, _one_of(_Schedule)]
 _SumAt = Literal["micro_batch", "step"]

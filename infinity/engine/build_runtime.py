@@ -9,13 +9,13 @@ from contextlib import ExitStack, closing
 from torch import nn
 
 from infinity.config import ResolvedConfig
-from infinity.distributed.groups import ProcessGroups, Ranks
+from infinity.distributed.groups import ProcessGroups
 from infinity.engine.activation_forecast import FirstBatch
+from infinity.engine.attachments import make_checkpointing, make_sparse_model
 from infinity.engine.micro_batches import widen_batch_norms
 from infinity.engine.runtime import Attached, Runtime
-from infinity.errors import ConfigError
 from infinity.memory.ledger import Ledger
-from infinity.memory.store import Left, TieredStore, open_activation_tier, open_store
+from infinity.memory.store import Left, TieredStore, open_store
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import mappings_of_their_own, trim
 from infinity.observability.memory_report import Observer
@@ -29,7 +29,6 @@ from infinity.plan.plan import Plan
 from infinity.step.loss_scaler import LossScaler
 from infinity.step.optimizer_step import OptimizerStep
 from infinity.zero.access import ParamAccess
-from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.deferred_init import init_of
@@ -38,20 +37,6 @@ from infinity.zero.health import Health
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer, attach_units, make_units, taken_in_order
 from infinity.zero.parameter import publish_model
-
-
-def make_checkpointing(
-    config: ResolvedConfig, model: nn.Module, blocks: tuple[str, ...], ranks: Ranks, device: Device, ledger: Ledger
-) -> Checkpointing:
-    """Make backward recompute blocks, and make the tier of their inputs where that is not the device."""
-    section = config.sections.activation_checkpointing
-    if section.every and not blocks:
-        raise ConfigError(
-            f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
-            "repeats: leave the key out, and call torch.utils.checkpoint in the model"
-        )
-    tier = open_activation_tier(config, rank=ranks.rank, device=device, ledger=ledger)
-    return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
 
 
 def make_step(
@@ -104,13 +89,13 @@ def build_runtime(
     # Beneath the hooks, and beneath what computes blocks again.
     exchanges = tensor.apply(model, inputs.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
+    blocks = undo.enter_context(closing(make_sparse_model(config, model, groups, device)))
     parts = undo.enter_context(closing(sequence.SequenceAxis(model, groups.sequence)))
     hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
     checkpointing = make_checkpointing(config, model, inputs.checkpointed, ranks, device, ledger)
     undo.callback(checkpointing.close)
-    compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
-    undo.callback(compiled.close)
+    compiled = undo.enter_context(closing(CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)))
     observer = Observer(plan, store, units, device, config.sections, groups)
     progress = StepProgress(
         config.sections, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
@@ -123,7 +108,7 @@ def build_runtime(
     return Runtime(
         module=model, config=config, plan=plan, device=device, groups=groups, store=store, gradients=gradients,
         coordinator=coordinator, access=access, step=step,
-        attached=Attached(exchanges, parts, experts, hooks, checkpointing, compiled), observer=observer,
+        attached=Attached(exchanges, blocks, parts, experts, hooks, checkpointing, compiled), observer=observer,
         progress=progress, first_batch=first_batch, health=health,
     )  # fmt: skip
 

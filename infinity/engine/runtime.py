@@ -25,6 +25,7 @@ from infinity.parallel.tensor import Applied
 from infinity.plan.capacity import addressable_nbytes
 from infinity.plan.plan import Plan, model_params, place_of_buffer
 from infinity.step.optimizer_step import OptimizerStep
+from infinity.tiling.sparse_models import SparseModel
 from infinity.zero.access import ParamAccess
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
@@ -44,6 +45,7 @@ class Attached:
 
     # What the tensor axis has set.
     exchanges: Applied
+    blocks: SparseModel
     sequence: SequenceAxis
     experts: ExpertsDoor
     hooks: ModuleHooks
@@ -165,6 +167,7 @@ class Runtime:
             # Last registered, first run.
             stack.callback(self._release)
             stack.callback(self.attached.exchanges.remove)
+            stack.callback(self.attached.blocks.close)
             stack.callback(self.attached.sequence.close)
             stack.callback(self.attached.experts.close)
             stack.callback(self.attached.checkpointing.close)

@@ -9,11 +9,9 @@ What a rank sends in an attention layer of H query heads, of which N tokens have
 k, v and the output, (2 H + 2 G) N / P x (P - 1) / P vectors in forward and as many in backward. Key and value heads
 that P does not divide are repeated until it does, and then G counts them so often.
 
-[Note: doors] transformers' attention layers ask `ALL_ATTENTION_FUNCTIONS` for their function, and their models make
-masks by functions of `transformers.masking_utils`. Both are names in the file of a model's class, and an axis puts its
-own in their places until it is closed: an interface whose functions exchange heads around those of before, and
-functions that give those of before the positions and the padding of the whole sequence. Models of other engines, or in
-evaluation mode, pass through both as if they were not there: in evaluation batches are whole.
+The exchanges stand around a layer's attention function, and the model's masks are made of the positions and the
+padding of the whole sequence: see [Note: doors] of `infinity.zero.attention_doors`. In evaluation mode neither does
+anything: in evaluation batches are whole.
 
 Batches are cut by `SequenceCutter`: labels are shifted before the cut, positions are those of the whole, and the number
 of labels that count is the whole's by the number of ranks, so that the mean over ranks of a model's own loss is the
@@ -23,13 +21,10 @@ mean over the sequence.
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +36,7 @@ from infinity.distributed.consistency import check_same_batch
 from infinity.errors import ConfigError, StateError
 from infinity.parallel.functions import gather_columns, outside_graphs
 from infinity.plan.sequence_axis import WAY_OUT, check_parts, key_heads
+from infinity.zero.attention_doors import models_of_transformers, open_doors
 
 # What attention may be given that is of a part, and cannot be made whole here.
 _OF_A_PART = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_sequence_ids")
@@ -49,11 +45,6 @@ IGNORED = -100
 
 # The axis of each module of a model that has one.
 _axes: weakref.WeakKeyDictionary[nn.Module, SequenceAxis] = weakref.WeakKeyDictionary()
-# The axis of each configuration of such a model, by identity.
-_axis_of: dict[int, SequenceAxis] = {}
-# How many axes need the doors in a file, and what stood there before.
-_users: Counter[str] = Counter()
-_before: dict[str, dict[str, Any]] = {}
 
 
 @dataclass(slots=True)
@@ -77,20 +68,13 @@ class SequenceAxis:
         self._undo = ExitStack()
         if group.size == 1:
             return
-        transformers = sys.modules.get("transformers.modeling_utils")
-        models = [each for each in model.modules() if transformers and isinstance(each, transformers.PreTrainedModel)]
+        models = models_of_transformers(model)
         for each in models:
             self._refuse(each)
         for module in model.modules():
             _axes[module] = self
             self._undo.callback(_axes.pop, module, None)
-        for config in {id(each.config): each.config for each in models}.values():
-            _axis_of[id(config)] = self
-            self._undo.callback(_axis_of.pop, id(config), None)
-        for file in {cls.__module__ for each in models for module in each.modules() for cls in type(module).__mro__}:
-            if hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") and file != "transformers.modeling_utils":
-                _open_doors(file)
-                self._undo.callback(_close_doors, file)
+        self._undo.enter_context(open_doors(model, self.attend, self._whole_mask))
         for each in models:
             for handle in (
                 each.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -180,12 +164,14 @@ class SequenceAxis:
     def attend(
         self, core: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         **options: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        """What transformers' attention functions do, for this rank's heads of the whole sequence.
+    ) -> Any:  # fmt: skip
+        """What transformers' attention function `core` does, for this rank's heads of the whole sequence.
 
         query: [batch, heads, tokens / size, width]; key and value with their own heads. Returns [batch, tokens / size,
         heads, width].
         """
+        if not self.divides(module):
+            return core(module, query, key, value, mask, **options)
         name, size = type(module).__name__, self.group.size
         if options.get("dropout"):
             raise ConfigError(
@@ -223,6 +209,25 @@ class SequenceAxis:
         query, key, value = _Exchange.apply(self.group, f"heads of {name}", True, query, key, value)
         return query, key, value
 
+    def _whole_mask(self, make: Callable[[dict[str, Any]], Any], function: str, given: dict[str, Any]) -> Any:
+        """What a function of `transformers.masking_utils` makes, for the whole sequence while a part of one runs."""
+        if self.positions is None:
+            return make(given)
+        whole = {"position_ids": self.positions, "attention_mask": self.padding}
+        for name, value in given.items():
+            if name in ("inputs_embeds", "input_embeds"):
+                # Its shape, dtype and device count.
+                given[name] = value.detach()[:, :1].expand(-1, self.positions.shape[1], -1)
+            elif name == "cache_position":
+                given[name] = torch.arange(self.positions.shape[1], device=self.positions.device)
+            elif name in whole:
+                given[name] = whole[name] if value is not None else None
+            elif isinstance(value, Tensor) or (name.endswith("_mask_function") and value is not None):
+                raise ConfigError(
+                    f"the model makes a mask with {name}, of this rank's part of the sequence only: {WAY_OUT}"
+                )
+        return make(given)
+
 
 def axis_of(model: nn.Module) -> SequenceAxis | None:
     """Return the axis of a model whose tokens ranks share, until it is closed."""
@@ -256,6 +261,7 @@ class _LocalHeads:
 
     def __init__(self, module: Any, own: slice, groups: int) -> None:
         self._module, self._own, self._groups = module, own, groups
+        self.first_head = own.start
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
@@ -305,78 +311,6 @@ def _exchange(tensors: Sequence[Tensor], group: AxisGroup, name: str, *, to_head
         else:
             found.append(arrived.transpose(0, 1).reshape(batch, size * heads, tokens, width))
     return tuple(found)
-
-
-def _open_doors(file: str) -> None:
-    """Put the interface and the mask functions of the axis in the places of a file's own: see [Note: doors]."""
-    _users[file] += 1
-    if _users[file] > 1:
-        return
-    module: Any = sys.modules[file]
-    masks = {
-        name: value for name, value in vars(module).items()
-        if name.startswith("create_") and getattr(value, "__module__", "") == "transformers.masking_utils"
-    }  # fmt: skip
-    _before[file] = {**masks, "ALL_ATTENTION_FUNCTIONS": module.ALL_ATTENTION_FUNCTIONS}
-    for name, function in masks.items():
-        setattr(module, name, partial(_whole_mask, function))
-    module.ALL_ATTENTION_FUNCTIONS = _Door(module.ALL_ATTENTION_FUNCTIONS)
-
-
-def _close_doors(file: str) -> None:
-    _users[file] -= 1
-    if not _users[file]:
-        for name, value in _before.pop(file).items():
-            setattr(sys.modules[file], name, value)
-
-
-class _Door:
-    """transformers' interface of attention functions, each of which exchanges heads where its layer has an axis."""
-
-    def __init__(self, interface: Any) -> None:
-        self._interface = interface
-
-    def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(_attend, self._interface.get_interface(implementation, default))
-
-    def __getitem__(self, implementation: str) -> Callable[..., Any]:
-        return partial(_attend, self._interface[implementation])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._interface, name)
-
-
-def _attend(
-    core: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    **options: Any,
-) -> Any:  # fmt: skip
-    axis = _axes.get(module)
-    if axis is None or not axis.divides(module):
-        return core(module, query, key, value, attention_mask, **options)
-    return axis.attend(core, module, query, key, value, attention_mask, **options)
-
-
-def _whole_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function of `transformers.masking_utils` returns, for the whole sequence where a part of one runs."""
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    given = bound.arguments
-    axis = _axis_of.get(id(given.get("config")))
-    if axis is None or axis.positions is None:
-        return original(*args, **kwargs)
-    whole = {"position_ids": axis.positions, "attention_mask": axis.padding}
-    for name, value in given.items():
-        if name in ("inputs_embeds", "input_embeds"):
-            # Its shape, dtype and device count.
-            given[name] = value.detach()[:, :1].expand(-1, axis.positions.shape[1], -1)
-        elif name == "cache_position":
-            given[name] = torch.arange(axis.positions.shape[1], device=axis.positions.device)
-        elif name in whole:
-            given[name] = whole[name] if value is not None else None
-        elif isinstance(value, Tensor) or (name.endswith("_mask_function") and value is not None):
-            raise ConfigError(
-                f"the model makes a mask with {name}, of this rank's part of the sequence only: {WAY_OUT}"
-            )
-    return original(*bound.args, **bound.kwargs)
 
 
 class SequenceCutter:

@@ -42,7 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "data_parallel_size": None,
         **dict.fromkeys(("flops_profiler", "comms_logger", "comet")),
         **dict.fromkeys(("elasticity", "curriculum_learning", "data_efficiency", "progressive_layer_drop")),
-        **dict.fromkeys(("eigenvalue", "quantize_training", "compression_training", "sparse_attention")),
+        **dict.fromkeys(("eigenvalue", "quantize_training", "compression_training")),
         **dict.fromkeys(("weight_quantization", "hybrid_engine", "expert_parallel", "compile")),
         **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp")),
         "overlap": True,
@@ -277,6 +277,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "every_step": "off",
         "on_signal": (),
     },
+    "sparse_attention": {
+        "mode": "fixed", "block": 16, "different_layout_per_head": False, "num_local_blocks": 4,
+        "num_global_blocks": 1, "attention": "bidirectional", "horizontal_global_attention": False,
+        "num_different_global_patterns": 1, "num_random_blocks": 0, "local_window_blocks": (4,),
+        "global_block_indices": (0,), "global_block_end_indices": None, "num_sliding_window_blocks": 3, "layers": "all",
+    },
     "checkpoint.parallel_write": {"pipeline_stage": False},
     "zero_optimization.leaf_module": {"names": (), "name_suffixes": ()},
     "memory.activations": {"max_bytes": None, "sequence_length": None},
@@ -346,7 +352,6 @@ SWITCHED_ON: dict[str, Any] = {
     "pipeline.stages": 2,
     "compile": {"deepcompile": True},
     "compression_training": {"weight_quantization": {}},
-    "sparse_attention": {"mode": "dense"},
 }
 
 

@@ -29,6 +29,7 @@ from infinity.integrations.deepspeed import (
     monitor,
     optimizers,
     schedules,
+    sparse_attention,
     tensor_fragment,
     timers,
     topology,
@@ -96,6 +97,11 @@ _NO_TILES = "a weight that is too large to gather is executed in tiles: set zero
 _EVERY_LOADS = f"{reason_of('checkpoint.load_universal')}. Leave the conversion out, and call load_checkpoint()"
 _MONITORS = "the monitors are the sections tensorboard, csv_monitor and wandb: see DeepSpeedConfig(...).monitor_config"
 _NO_DRAWS = "the engine seeds what divided layers draw, and recomputation restores random numbers. Leave the call out"
+_NO_BERT = (
+    "models are not rewritten: set the section sparse_attention, which reaches attention of transformers' models and "
+    "takes any length"
+)
+_OWN_BLOCKS = "products over blocks are infinity's own: call SparseSelfAttention, or infinity.sparse_attention"
 _OWN_KERNELS = "the optimizer's kernels are infinity's own, behind DeepSpeedCPUAdam and FusedAdam of ops.adam"
 
 _OPTIMIZERS = _of(optimizers, "DeepSpeedCPUAdam", "FusedAdam")
@@ -105,6 +111,7 @@ _LEAVES = _of(
     "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module",
 )  # fmt: skip
 _FRAGMENTS = _defined(tensor_fragment)
+_LAYOUTS = _defined(sparse_attention)
 _LOGGING = {"logger": logger, **_of(utils, "log_dist", "print_json_dist", "set_log_level_from_string")}
 _PARTITIONS = {
     **_of(zero, "Init", "is_zero_param", "register_external_parameter", "unregister_external_parameter"),
@@ -179,6 +186,13 @@ MODULES: dict[str, Names] = {
     "ops.lamb": _no("Lamb is not elementwise. Set AdamW, or pass any elementwise optimizer", "FusedLamb"),
     "ops.op_builder": {**optimizers.BUILDERS, "OpBuilder": optimizers.OpBuilder},
     "ops.op_builder.all_ops": {"ALL_OPS": {builder.NAME: builder() for builder in optimizers.BUILDERS.values()}},
+    "ops.sparse_attention": {**_LAYOUTS, **_no(_NO_BERT, "BertSparseSelfAttention", "SparseAttentionUtils")},
+    "ops.sparse_attention.sparsity_config": _LAYOUTS,
+    "ops.sparse_attention.sparse_self_attention": {
+        name: _LAYOUTS[name] for name in ("SparseSelfAttention", "SparsityConfig")
+    },
+    "ops.sparse_attention.bert_sparse_self_attention": _no(_NO_BERT, "BertSparseSelfAttention"),
+    "ops.sparse_attention.sparse_attention_utils": _no(_NO_BERT, "SparseAttentionUtils"),
     "ops.aio": {"AsyncIOBuilder": optimizers.BUILDERS["AsyncIOBuilder"]},
     "pipe": _PIPE,
     "runtime": {"DeepSpeedOptimizer": TieredOptimizer, "ZeROOptimizer": TieredOptimizer},
@@ -302,7 +316,8 @@ NO_MODULES = {
         "monitor.config": _MONITORS,
         "nebula": reason_of("nebula"),
         "nvme": "run `infinity bench --drive FOLDER`, which measures the drive and writes a profile",
-        "ops.sparse_attention": reason_of("sparse_attention"),
+        "ops.sparse_attention.matmul": _OWN_BLOCKS,
+        "ops.sparse_attention.softmax": _OWN_BLOCKS,
         "ops.transformer": optimizers.NO_KERNEL,
         "ops.deepspeed4science": optimizers.NO_KERNEL,
         "profiling": reason_of("flops_profiler"),

@@ -139,7 +139,7 @@ _NO_BUILDERS = {
     "FusedLamb": ("fused_lamb", "Lamb is not elementwise. Set AdamW, or pass any elementwise optimizer"),
     "GDS": ("gds", "files are read into CPU memory. Use AsyncIOBuilder"),
     "PinMemory": ("pin_memory", "the tiers pin their memory themselves. Leave it out, or set pin_memory there"),
-    "SparseAttn": ("sparse_attn", reason_of("sparse_attention")),
+    "SparseAttn": ("sparse_attn", "blocks need no operator. Set the section sparse_attention"),
     "RandomLTD": ("random_ltd", reason_of("data_efficiency")),
     "Quantizer": ("quantizer", reason_of("zero_optimization.zero_quantized_weights")),
     "FPQuantizer": ("fp_quantizer", reason_of("zero_optimization.zero_quantized_weights")),
