@@ -394,7 +394,7 @@ class _Attention(torch.autograd.Function):
         # Of each row, the sum of gradients of its probabilities, weighted with them.
         delta = (output.unflatten(1, (groups, -1)).to(work) * grad).sum(-1)
         query_grad = torch.empty_like(grouped)
-        sums = [torch.zeros_like(each, dtype=work) for each in (key, value)]
+        sums: list[Tensor] = []
         for share in _shares(call, batch, groups, grouped.shape[2], queries, keys):
             scores = _Scores(call, share, grouped, key, value)
             rows = tuple(scores.by_token(each) for each in (grad, logs, delta))
@@ -402,8 +402,13 @@ class _Attention(torch.autograd.Function):
             for tile in share.tiles:
                 _add_gradients(scores, tile, rows, own)
             query_grad[share.samples, share.groups, share.members] = scores.by_head(own[0])
-            for total, part in zip(sums, own[1:], strict=True):
-                total[share.samples, share.groups] += part[:, :, : call.tokens]
+            parts = [part[:, :, : call.tokens] for part in own[1:]]
+            if parts[0].shape == key.shape and scores.members == grouped.shape[2]:
+                sums = parts
+                continue
+            sums = sums or [torch.zeros_like(each, dtype=work) for each in (key, value)]
+            for total, part in zip(sums, parts, strict=True):
+                total[share.samples, share.groups] += part
         sink_grad = None
         if sinks is not None:
             weight = (sinks.to(work).view(groups, -1, 1) - logs).exp()
