@@ -63,7 +63,8 @@ def sparse_attention(
 
     causal: no query sees a later key. window: a query sees this many keys, itself and those before it; needs causal.
     padding: [batch, tokens], bool; keys that are False are seen by none. documents: [batch, tokens], int from 0 to
-    2^30; queries see keys of the same number only. visible: [tokens, tokens], bool; the pairs that remain, for callers that have such.
+    2^30; queries see keys of the same number only. visible: [tokens, tokens], bool; the pairs that remain, for callers
+    that have such.
 
     scale: of the scores; default: 1 / sqrt(width). softcap: c makes a score s into c tanh(s / c). sinks: [heads]; a
     score of each head that takes part in the softmax and has no value, as in GPT-OSS.
