@@ -38,6 +38,8 @@ from infinity.plan.block_layouts import BlockLayout, block_layout
 _SQUARE, _SCORES, _KEYS = 128, 1 << 18, 1024
 # Below every score, and finite, so that differences of two are.
 _LOWEST = -1e30
+# The document of a key that is padding.
+_HIDDEN = -(1 << 30)
 
 # Of the process: blocks of scores, of each head and sample, that forward passes have computed.
 computed: Counter[str] = Counter()
@@ -60,8 +62,9 @@ def sparse_attention(
     these heads among those of the layout. It is an "and" to the other masks:
 
     causal: no query sees a later key. window: a query sees this many keys, itself and those before it; needs causal.
-    padding: [batch, tokens], bool; keys that are False are seen by none. documents: [batch, tokens], int; queries see
-    keys of the same number only. visible: [tokens, tokens], bool; the pairs that remain, for callers that have such.
+    padding: [batch, tokens], bool; keys that are False are seen by none. documents: [batch, tokens], int from 0 to
+    2^30; queries see keys of the same number only. visible: [tokens, tokens], bool; the pairs that remain, for callers
+    that have such.
 
     scale: of the scores; default: 1 / sqrt(width). softcap: c makes a score s into c tanh(s / c). sinks: [heads]; a
     score of each head that takes part in the softmax and has no value, as in GPT-OSS.
@@ -94,10 +97,6 @@ def sparse_attention(
     if query.device.type == "cuda" and visible is None:
         return _flex(call, query, key, value, queries, keys, sinks)
     return _Attention.apply(call, query, key, value, queries, keys, sinks)
-
-
-# The document of a key that is padding.
-_HIDDEN = -(1 << 40)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -159,7 +158,7 @@ def _shares(
     together = keys is None and batch * parts[0][3] * call.square**2 <= _SCORES
     for samples in [slice(0, batch)] if together else [slice(sample, sample + 1) for sample in range(batch)]:
         own = [None if each is None else each[samples.start] for each in (queries, keys)]
-        numbers = [None if each is None else each.cpu().numpy().astype(np.int64).tobytes() for each in own]
+        numbers = [None if each is None else each.cpu().numpy().astype(np.int32).tobytes() for each in own]
         for group, member, head, count in parts:
             pattern, times = head % layout.patterns, (samples.stop - samples.start) * count
             tiles = _tiles(
@@ -169,7 +168,8 @@ def _shares(
             yield _Share(samples, group, member, tiles, *own)
 
 
-@lru_cache(maxsize=256)
+# By documents as well, of which long samples have many: a batch's worth is kept.
+@lru_cache(maxsize=64)
 def _tiles(
     layout: BlockLayout, pattern: int, tokens: int, causal: bool, window: int | None, square: int, masked: bool,
     times: int, queries: bytes | None, keys: bytes | None,
@@ -218,7 +218,7 @@ class _Documents:
     def __init__(self, queries: bytes, keys: bytes, size: int) -> None:
         self._low, self._high, self._holes = [], [], np.zeros(0, dtype=bool)
         for raw in (queries, keys):
-            numbers = np.frombuffer(raw, dtype=np.int64)
+            numbers = np.frombuffer(raw, dtype=np.int32)
             at = np.arange(0, len(numbers), size)
             self._holes = np.logical_or.reduceat(numbers == _HIDDEN, at)
             self._low.append(np.minimum.reduceat(np.where(numbers == _HIDDEN, -_HIDDEN, numbers), at))
@@ -272,24 +272,24 @@ class _Scores:
         self.dtype = torch.promote_types(query.dtype, torch.float32)
         self.members = share.members.stop - share.members.start
         self._query = self.by_token(query)
-        self._key, self._value = (self._filled(each[share.samples, share.groups], 2) for each in (key, value))
+        self._key, self._value = (self._filled(each[share.samples, share.groups]) for each in (key, value))
 
     def by_token(self, heads: Tensor) -> Tensor:
         """[batch, groups, members, tokens, ...] of this share as [samples, groups, tokens x members, ...]."""
         share = self._share
         own = heads[share.samples, share.groups, share.members]
         own = own[:, :, 0] if self.members == 1 else own.transpose(2, 3).flatten(2, 3)
-        return self._filled(own, 2, self.members)
+        return self._filled(own, self.members)
 
     def by_head(self, tokens: Tensor) -> Tensor:
         """The opposite of `by_token`."""
         own = tokens[:, :, : self._call.tokens * self.members].unflatten(2, (-1, self.members))
         return own.transpose(2, 3)
 
-    def _filled(self, tensor: Tensor, dim: int, times: int = 1) -> Tensor:
-        """With zeros behind it, to a whole number of squares."""
+    def _filled(self, tensor: Tensor, times: int = 1) -> Tensor:
+        """With zeros behind its tokens, dimension 2, to a whole number of squares."""
         more = -self._call.tokens % self._call.square
-        return F.pad(tensor, (0, 0) * (tensor.dim() - dim - 1) + (0, more * times)) if more else tensor
+        return F.pad(tensor, (0, 0) * (tensor.dim() - 3) + (0, more * times)) if more else tensor
 
     def zeros(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of the shapes in which tiles add up gradients of query, key and value."""
@@ -394,7 +394,7 @@ class _Attention(torch.autograd.Function):
         # Of each row, the sum of gradients of its probabilities, weighted with them.
         delta = (output.unflatten(1, (groups, -1)).to(work) * grad).sum(-1)
         query_grad = torch.empty_like(grouped)
-        sums = [torch.zeros_like(each, dtype=work) for each in (key, value)]
+        sums: list[Tensor] = []
         for share in _shares(call, batch, groups, grouped.shape[2], queries, keys):
             scores = _Scores(call, share, grouped, key, value)
             rows = tuple(scores.by_token(each) for each in (grad, logs, delta))
@@ -402,8 +402,13 @@ class _Attention(torch.autograd.Function):
             for tile in share.tiles:
                 _add_gradients(scores, tile, rows, own)
             query_grad[share.samples, share.groups, share.members] = scores.by_head(own[0])
-            for total, part in zip(sums, own[1:], strict=True):
-                total[share.samples, share.groups] += part[:, :, : call.tokens]
+            parts = [part[:, :, : call.tokens] for part in own[1:]]
+            if parts[0].shape == key.shape and scores.members == grouped.shape[2]:
+                sums = parts
+                continue
+            sums = sums or [torch.zeros_like(each, dtype=work) for each in (key, value)]
+            for total, part in zip(sums, parts, strict=True):
+                total[share.samples, share.groups] += part
         sink_grad = None
         if sinks is not None:
             weight = (sinks.to(work).view(groups, -1, 1) - logs).exp()
@@ -435,14 +440,15 @@ def _add_gradients(
     grad, logs, delta = (scores.rows(each, tile).to(scores.dtype) for each in rows)
     weights.sub_(logs.unsqueeze(-1)).exp_()
     value_part = torch.matmul(weights.mT, grad)
-    weights.mul_(torch.matmul(grad, scores.value(tile).mT).sub_(delta.unsqueeze(-1)).mul_(scores.scale))
+    weights.mul_(torch.matmul(grad, scores.value(tile).mT).sub_(delta.unsqueeze(-1)))
     if slope is not None:
         weights.mul_(slope)
-    own[0].unflatten(2, (-1, query.shape[3])).index_add_(2, tile.rows.to(grad.device), torch.matmul(weights, key))
-    columns = tile.columns.flatten().to(grad.device)
-    for whole, part in ((own[1], torch.matmul(weights.mT, query)), (own[2], value_part)):
+    rows_there, columns = (each.flatten().to(grad.device) for each in (tile.rows, tile.columns))
+    query_part = torch.matmul(weights, key)
+    own[0].unflatten(2, (-1, query.shape[3])).index_add_(2, rows_there, query_part, alpha=scores.scale)
+    for whole, part, factor in ((own[1], torch.matmul(weights.mT, query), scores.scale), (own[2], value_part, 1.0)):
         by_block = part.unflatten(3, (-1, tile.size)).flatten(2, 3)
-        whole.unflatten(2, (-1, tile.size)).index_add_(2, columns, by_block)
+        whole.unflatten(2, (-1, tile.size)).index_add_(2, columns, by_block, alpha=factor)
 
 
 def _flex(
@@ -476,7 +482,7 @@ def _block_mask(call: _Call, query: Tensor, queries: Tensor | None, keys: Tensor
     # Squares of some pairs, and of all.
     squares = torch.zeros(2, samples, heads, count, count, dtype=torch.bool)
     for sample in range(samples):
-        numbers = [None if each is None else each[sample].cpu().numpy().astype(np.int64).tobytes()
+        numbers = [None if each is None else each[sample].cpu().numpy().astype(np.int32).tobytes()
                    for each in (queries, keys)]  # fmt: skip
         for head in range(heads):
             pattern = (call.first_head + head) % layout.patterns

@@ -52,8 +52,8 @@ def masks(name: str, tokens: int) -> tuple[dict[str, Any], Tensor]:
             return {"documents": documents}, left & of_one
         case "together":
             sinks = torch.randn(HEADS, requires_grad=True)
-            options = {"window": 200, "documents": documents, "padding": padding, "softcap": 2.0, "sinks": sinks}
-            return options, left & of_one & padding[:, None, None] & (at[:, None] - at < 200)
+            options = {"window": 250, "documents": documents, "padding": padding, "softcap": 2.0, "sinks": sinks}
+            return options, left & of_one & padding[:, None, None] & (at[:, None] - at < 250)
     return {}, left
 
 

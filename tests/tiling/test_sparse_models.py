@@ -101,8 +101,10 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+# Not Gemma with padding in front: its eager core gives padding, of which the first token is predicted, the mean of all.
 CELLS = [(family, layout, habit) for family in ("llama", "mistral", "gemma3", "gpt_oss") for layout in LAYOUTS
-         for habit in ("", "padded left", "packed", "uneven")]  # fmt: skip
+         for habit in ("", "padded left", "packed", "uneven")
+         if (family, habit) != ("gemma3", "padded left")]  # fmt: skip
 SUITE = [
     ("llama", "fixed", ""), ("llama", "bigbird", ""), ("llama", "fixed", "padded left"), ("mistral", "dense", "packed"),
     ("mistral", "bslongformer", ""), ("gpt_oss", "variable", "padded left"), ("gemma3", "dense", ""),
