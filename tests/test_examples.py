@@ -106,3 +106,10 @@ def test_two_ranks_train_under_torchrun_and_one_speaks(tmp_path):
     assert reply.returncode == 0, reply.stderr
     assert reply.stdout.count("held-out loss") == 1
     assert (tmp_path / "run" / "loss_and_memory.png").exists()
+
+
+def test_long_sequences_train(tmp_path):
+    losses = importlib.import_module("examples.long_sequences").main(
+        ["--tokens", "2048", "--window", "256", "--steps", "3", "--nvme-path", str(tmp_path)]
+    )
+    assert losses[-1] < losses[0]

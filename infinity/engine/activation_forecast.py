@@ -29,7 +29,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
 from infinity.plan.stages import PipelinePlace, StageCut
 from infinity.plan.types import Tier
+from infinity.tiling import sequences
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
@@ -356,7 +357,7 @@ class LiveBytes(_Tracker):
         super().__init__()
         self._limit = limit
         self._blocks = [*map(model.get_submodule, recomputed), *filter(_recomputes_itself, model.modules())]
-        self._begun: list[Counter[int]] = []
+        self._begun: list[_Recomputed] = []
         self.nbytes = 0
         # Moments of backward: how many storages were made until then, and the sizes of what lives beside them.
         self._moments: list[tuple[int, Counter[int]]] = []
@@ -413,20 +414,54 @@ class LiveBytes(_Tracker):
 
     def _created(self, number: int, nbytes: int) -> None:
         self.nbytes += nbytes
+        if self._begun:
+            self._begun[-1].created(number, nbytes)
         if nbytes > 0:
-            if self._begun:
-                self._begun[-1][nbytes] += 1
             self._limit(self.nbytes)
 
     def _begin(self, *_: Any) -> None:
-        self._begun.append(Counter())
+        self._begun.append(_Recomputed(recorded=torch.is_grad_enabled()))
 
     def _end(self, *_: Any) -> None:
         if self._begun:
-            made = self._begun.pop()
-            # Backward of its widest operation has a gradient that comes in and one that goes out.
-            made.update({max(made): 2} if made else {})
-            self._moments.append((self._made, made))
+            self._moments.append((self._made, self._begun.pop().again()))
+
+
+@dataclass(slots=True)
+class _Recomputed:
+    """A block whose forward runs, and which backward will run again.
+
+    recorded: whether autograd records it. made: sizes of what it has made and backward makes again. Of what tiles and
+    functions of autograd make in it, backward has what they leave, and what is there at a time.
+    """
+
+    recorded: bool
+    made: Counter[int] = field(default_factory=Counter)
+    # Of tiles and functions: sizes of what lives, by number, and of what lived at the busiest moment.
+    within: dict[int, int] = field(default_factory=dict)
+    busiest: Counter[int] = field(default_factory=Counter)
+    now: int = 0
+    most: int = 0
+
+    def created(self, number: int, nbytes: int) -> None:
+        """A storage was created, or freed (negative)."""
+        if nbytes > 0:
+            self.made[nbytes] += 1
+            if self.recorded and (sequences.tiles_running or not torch.is_grad_enabled()):
+                self.within[number] = nbytes
+                self.now += nbytes
+        elif self.within.pop(number, 0):
+            self.made[-nbytes] -= 1
+            self.now += nbytes
+        if self.now > self.most:
+            self.most, self.busiest = self.now, Counter(self.within.values())
+
+    def again(self) -> Counter[int]:
+        """Return the sizes of what its backward has."""
+        found = +self.made + (self.busiest - Counter(self.within.values()))
+        # Backward of its widest operation has a gradient that comes in and one that goes out.
+        found.update({max(found): 2} if found else {})
+        return found
 
 
 def _recomputes_itself(module: nn.Module) -> bool:
@@ -578,6 +613,9 @@ def on_shapes(
 
     training: as it is trained, also where the model evaluates now.
     """
+    if config.sections.sparse_attention is not None:
+        # Which blocks are computed depends on positions and padding; the model's own masks may be larger than memory.
+        return None
     if config.casts_inputs:
         args = micro_batches.half(tuple(args))
     with micro_batches.autocast(config.sections.torch_autocast, device.torch), torch.enable_grad():

@@ -24,6 +24,9 @@ from infinity.zero.coordinator import Coordinator
 from infinity.zero.hooks import register_post_backward, register_pre_backward
 from infinity.zero.tiles import ProductSum, Tile, Tiles, tiles_of
 
+# How many tiles are being computed, one within another: their intermediates go with each, in backward as well.
+tiles_running = 0
+
 
 def tiled_mlp(
     mlp: nn.Module, hidden: Tensor, *, tile_tokens: int = TILE_TOKENS, forward: Callable[[Tensor], Tensor] | None = None
@@ -58,8 +61,17 @@ def _by_tiles(call: Callable[[Tensor], Tensor], hidden: Tensor, tile_tokens: int
     # All tokens one behind the other, so that tiles are contiguous.
     tiles = hidden.reshape(*(1 for _ in hidden.shape[:-2]), -1, hidden.shape[-1]).split(tile_tokens, -2)
     again = torch.is_grad_enabled()
-    parts = [checkpoint(call, tile, use_reentrant=False) if again else call(tile) for tile in tiles]
+    parts = [checkpoint(_tile, call, tile, use_reentrant=False) if again else call(tile) for tile in tiles]
     return torch.cat(parts, -2).view(*hidden.shape[:-1], -1)
+
+
+def _tile(call: Callable[[Tensor], Tensor], tile: Tensor) -> Tensor:
+    global tiles_running
+    tiles_running += 1
+    try:
+        return call(tile)
+    finally:
+        tiles_running -= 1
 
 
 def tiled_cross_entropy(

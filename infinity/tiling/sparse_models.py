@@ -53,8 +53,8 @@ class SparseModel:
         if section is None:
             return
         self._section, self._seed, self._tensor, self._ranks = section, seed, tensor, tensor.size * sequence.size
-        # Whether the call under way is of a cache.
-        self._cached = False
+        # Of the call under way: whether it has a cache; whether it has made a mask of a window that no layer has named.
+        self._cached = self._unnamed = False
         models = models_of_transformers(model)
         if not models:
             raise ConfigError(
@@ -66,6 +66,7 @@ class SparseModel:
         self._undo.enter_context(open_doors(model, self._attend, self._mask))
         for each in models:
             self._undo.callback(each.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+            self._undo.callback(each.register_forward_hook(self._end).remove)
         way = "FlexAttention" if device.type == "cuda" else "tiles (FlexAttention has no backward on the CPU)"
         logger.info("sparse_attention: %s in blocks of %d tokens, by %s", section.mode, section.block, way)
         causal = all(getattr(module, "is_causal", True) for module in model.modules())
@@ -102,12 +103,21 @@ class SparseModel:
         given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         cached = bool(given.get("use_cache")) or any(given.get(name) is not None for name in _CACHES)
-        self._cached = cached and not module.training
+        self._cached, self._unnamed = cached and not module.training, False
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._unnamed:
+            raise ConfigError(
+                f"{type(module).__name__} makes a mask of a sliding window, and its layers do not tell attention how "
+                f"long that is: {_WAY_OUT} for this model"
+            )
 
     def _mask(self, make: Callable[[dict[str, Any]], Any], function: str, given: dict[str, Any]) -> Any:
         """[batch, tokens], the document of each token; None where all are of one."""
         if self._cached:
             return make(given)
+        layers = getattr(given.get("config"), "layer_types", None) or ["sliding_attention"]
+        self._unnamed |= function == "create_sliding_window_causal_mask" and "sliding_attention" in layers
         padding, positions = given.get("attention_mask"), given.get("position_ids")
         others = [name for name, value in given.items() if value is not None
                   and (name.endswith("_mask_function") or name in (*_UNKNOWN, "encoder_hidden_states"))]  # fmt: skip
@@ -157,7 +167,8 @@ class SparseModel:
                 f"{None if mask is None else tuple(mask.shape)}: attention over blocks is of one sequence with a mask "
                 f"of [batch, tokens]; {_WAY_OUT}"
             )
-        heads = query.shape[1]
+        heads, window = query.shape[1], options.get("sliding_window")
+        self._unnamed &= window is None
         layout = None
         if section.layers == "all" or module.layer_idx in section.layers:
             layout = block_layout(section, heads * self._ranks, -(-tokens // section.block), self._seed)
@@ -167,7 +178,7 @@ class SparseModel:
         padded = mask is not None and bool((mask == _PADDING).any())
         output = sparse_attention(
             query, key, value, layout=layout, causal=causal, scale=options.get("scaling"),
-            window=options.get("sliding_window"), padding=mask != _PADDING if padded and mask is not None else None,
+            window=window, padding=mask != _PADDING if padded and mask is not None else None,
             documents=None if padded else mask, sinks=options.get("s_aux"), softcap=options.get("softcap"),
             first_head=getattr(module, "first_head", self._tensor.index * heads),
         )  # fmt: skip

@@ -223,6 +223,10 @@ def test_what_is_not_of_blocks_is_refused_by_name(tmp_path: Path) -> None:
     keys = LAYOUTS["fixed"]
     square = torch.ones(ROWS, 1, TOKENS, TOKENS, dtype=torch.bool)
     t5 = transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    phimoe = transformers.PhimoeConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, sliding_window=8,
+    )  # fmt: skip
     for text, said in (
         (refused(tmp_path, build("llama", attention_dropout=0.1), keys), "drops out attention (0.1)"),
         (refused(tmp_path, build("llama"), keys, attention_mask=square), "takes one of [batch, tokens]"),
@@ -230,5 +234,17 @@ def test_what_is_not_of_blocks_is_refused_by_name(tmp_path: Path) -> None:
         (refused(tmp_path, nn.Linear(2, 2), keys), "Linear has no model of transformers"),
         (refused(tmp_path, transformers.T5ForConditionalGeneration(t5), keys), "attention to other inputs"),
         (refused(tmp_path, build("llama"), {**LAYOUTS["variable"], "num_random_blocks": 12}), "blocks is 12, and"),
+        # Its layers have a window in the mask alone.
+        (refused(tmp_path, transformers.PhimoeForCausalLM(phimoe), keys), "do not tell attention how long"),
     ):
         assert said in text, text
+
+
+def test_a_stated_length_asks_for_no_dense_mask(tmp_path: Path) -> None:
+    """The mask of a window of a million tokens would be a terabyte: such a batch is measured when it comes."""
+    config = configuration(str(tmp_path), sparse_attention={"mode": "dense"})
+    config["memory"] = {"activations": {"sequence_length": 1 << 20}}
+    engine: Engine
+    engine, *_ = infinity.initialize(model=build("mistral"), config=config)
+    with engine:
+        assert float(engine(**batch(0)).loss.detach()) > 0
