@@ -89,6 +89,7 @@ ROWS = [
     Row("tests.hostile_doors", ("infinity/checkpoint", "estimators"), ("2000",)),
     Row("tests.init_from_pretrained", ("infinity/zero",)),
     Row("tests.load_shards", ("infinity/zero", "infinity/parallel")),
+    Row("tests.long_sequences", ("infinity/tiling",)),
     Row("tests.memory_cases", ("infinity/plan", "infinity/engine")),
     Row("tests.pipeline_checkpoints", _AXES),
     Row("tests.pipeline_divergences", _AXES),

@@ -601,7 +601,7 @@ def stated_batch(config: ResolvedConfig, model: nn.Module) -> dict[str, Tensor] 
     tokens = torch.zeros(config.micro_batch, -(-length // config.sequence), dtype=torch.long, device="cpu")
     found = {name: tokens for name in ("input_ids", "labels") if name in takes}
     if config.sequence > 1 and "position_ids" in takes:
-        found["position_ids"] = torch.arange(tokens.shape[1]).expand(config.micro_batch, -1)
+        found["position_ids"] = torch.arange(tokens.shape[1], device="cpu").expand(config.micro_batch, -1)
     return found
 
 

@@ -333,7 +333,7 @@ class _Scores:
 
     def _visible(self, tile: _Tile) -> Tensor:
         """Which pairs of a tile see each other, [rows, size, columns x size]."""
-        call, share, inside = self._call, self._share, torch.arange(tile.size)
+        call, share, inside = self._call, self._share, torch.arange(tile.size, device="cpu")
         row = (tile.rows[:, None] * tile.size + inside)[:, :, None]
         column = (tile.columns.long()[:, :, None] * tile.size + inside).flatten(1)[:, None, :]
         found = column < call.tokens
@@ -480,7 +480,7 @@ def _block_mask(call: _Call, query: Tensor, queries: Tensor | None, keys: Tensor
     count = -(-call.tokens // square)
     samples, heads = 1 if keys is None else len(query), 1 if layout.patterns == 1 else query.shape[1]
     # Squares of some pairs, and of all.
-    squares = torch.zeros(2, samples, heads, count, count, dtype=torch.bool)
+    squares = torch.zeros(2, samples, heads, count, count, dtype=torch.bool, device="cpu")
     for sample in range(samples):
         numbers = [None if each is None else each[sample].cpu().numpy().astype(np.int32).tobytes()
                    for each in (queries, keys)]  # fmt: skip

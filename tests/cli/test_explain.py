@@ -141,7 +141,7 @@ NONE_IS_NONE = {
     "optimizer", "zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param",
     "zero_optimization.cpu_offload_use_pin_memory", "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.leaf_module.names",
-    "zero_optimization.leaf_module.name_suffixes", "timeline.path", "wandb.group", "wandb.team",
+    "zero_optimization.leaf_module.name_suffixes", "sparse_attention", "timeline.path", "wandb.group", "wandb.team",
     "activation_checkpointing.keep_ops", "checkpoint.path", "checkpoint.on_signal",
 }  # fmt: skip
 
