@@ -11,7 +11,6 @@ from torch import nn
 from infinity.config import ResolvedConfig
 from infinity.distributed.groups import ProcessGroups
 from infinity.engine.activation_forecast import FirstBatch
-from infinity.engine.attachments import make_checkpointing, make_sparse_model
 from infinity.engine.micro_batches import widen_batch_norms
 from infinity.engine.runtime import Attached, Runtime
 from infinity.memory.ledger import Ledger
@@ -28,7 +27,9 @@ from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
 from infinity.step.loss_scaler import LossScaler
 from infinity.step.optimizer_step import OptimizerStep
+from infinity.tiling.sparse_models import SparseModel
 from infinity.zero.access import ParamAccess
+from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.deferred_init import init_of
@@ -89,11 +90,11 @@ def build_runtime(
     # Beneath the hooks, and beneath what computes blocks again.
     exchanges = tensor.apply(model, inputs.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
-    blocks = undo.enter_context(closing(make_sparse_model(config, model, groups, device)))
+    blocks = undo.enter_context(closing(SparseModel.of(config, model, groups, device)))
     parts = undo.enter_context(closing(sequence.SequenceAxis(model, groups.sequence)))
     hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
-    checkpointing = make_checkpointing(config, model, inputs.checkpointed, ranks, device, ledger)
+    checkpointing = Checkpointing.of(config, model, inputs.checkpointed, ranks, device, ledger)
     undo.callback(checkpointing.close)
     compiled = undo.enter_context(closing(CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)))
     observer = Observer(plan, store, units, device, config.sections, groups)

@@ -20,9 +20,8 @@ mean over the sequence.
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +35,18 @@ from infinity.distributed.consistency import check_same_batch
 from infinity.errors import ConfigError, StateError
 from infinity.parallel.functions import gather_columns, outside_graphs
 from infinity.plan.sequence_axis import WAY_OUT, check_parts, key_heads
-from infinity.zero.attention_doors import models_of_transformers, open_doors
+from infinity.zero.attention_doors import (
+    all_causal,
+    check_options,
+    forward_arguments,
+    models_of_transformers,
+    open_doors,
+)
 
 # What attention may be given that is of a part, and cannot be made whole here.
 _OF_A_PART = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_sequence_ids")
 # The label that counts for nothing.
-IGNORED = -100
+_IGNORED = -100
 
 # The axis of each module of a model that has one.
 _axes: weakref.WeakKeyDictionary[nn.Module, SequenceAxis] = weakref.WeakKeyDictionary()
@@ -130,8 +135,7 @@ class SequenceAxis:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.divides(module):
             return
-        given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
+        given = forward_arguments(module, args, kwargs)
         positions, padding = given.get("position_ids"), given.get("attention_mask")
         if positions is None and self.positions is None:
             raise ConfigError(
@@ -173,14 +177,10 @@ class SequenceAxis:
         if not self.divides(module):
             return core(module, query, key, value, mask, **options)
         name, size = type(module).__name__, self.group.size
-        if options.get("dropout"):
-            raise ConfigError(
-                f"{name} drops out attention ({options['dropout']:g}), and along a sequence axis ranks would draw "
-                f"other elements than one rank: set attention_dropout to 0 in the model's configuration, or {WAY_OUT}"
-            )
-        for option in _OF_A_PART:
-            if options.get(option) is not None:
-                raise ConfigError(f"{name} gives attention {option}, of this rank's part only: {WAY_OUT}")
+        check_options(
+            name, options, _OF_A_PART, others="of this rank's part only", way_out=WAY_OUT,
+            dropout="and along a sequence axis ranks would draw other elements than one rank",
+        )  # fmt: skip
         tokens = size * query.shape[2]
         if mask is not None and mask.dim() == 4 and mask.shape[1:] != (1, tokens, tokens):
             raise ConfigError(
@@ -313,6 +313,17 @@ def _exchange(tensors: Sequence[Tensor], group: AxisGroup, name: str, *, to_head
     return tuple(found)
 
 
+def leading_of(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the tensor of a batch whose first two sizes, [batch, tokens], are those of what is cut; None without."""
+    leading = tensors.get("input_ids", tensors.get("inputs_embeds"))
+    return None if leading is None or leading.dim() < 2 else leading
+
+
+def next_labels(labels: Tensor) -> Tensor:
+    """Return the next token's label at each token, [batch, tokens]; the last one's counts for nothing."""
+    return nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+
+
 class SequenceCutter:
     """Cuts batches into the parts of the ranks that share a sequence."""
 
@@ -321,10 +332,10 @@ class SequenceCutter:
         config = getattr(model, "config", None)
         pad = getattr(config, "pad_token_id", None)
         # By name of a batch's tensor, what fills it up to a length that the ranks divide.
-        self._fill = {"labels": IGNORED, "shift_labels": IGNORED}
+        self._fill = {"labels": _IGNORED, "shift_labels": _IGNORED}
         self._fill["input_ids"] = pad if isinstance(pad, int) and pad >= 0 else 0
         # Tokens that are added behind a causal sequence are seen by none before them.
-        self._causal = all(getattr(module, "is_causal", True) for module in model.modules())
+        self._causal = all_causal(model)
         self._loss = getattr(model, "loss_type", None)
 
     def cut(self, batch: Any) -> dict[str, Any]:
@@ -337,8 +348,8 @@ class SequenceCutter:
         over the ranks is the whole sequence's. Without "position_ids" they are counted from 0.
         """
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        leading = tensors.get("input_ids", tensors.get("inputs_embeds"))
-        if leading is None or leading.dim() < 2:
+        leading = leading_of(tensors)
+        if leading is None:
             raise ConfigError(
                 "a batch that is cut along a sequence axis needs input_ids (or inputs_embeds) of shape [batch, tokens, "
                 f"...], and this one has {', '.join(batch) or 'nothing'}"
@@ -354,10 +365,10 @@ class SequenceCutter:
                     f"{self._loss}: compute the loss in the program, and leave labels out of the batch"
                 )
             if "shift_labels" not in tensors:
-                found["shift_labels"] = nn.functional.pad(tensors["labels"], (0, 1), value=IGNORED)[:, 1:]
+                found["shift_labels"] = next_labels(tensors["labels"])
             counted = batch.get("num_items_in_batch")
             if counted is None:
-                counted = (found["shift_labels"] != IGNORED).sum().clamp(min=1)
+                counted = (found["shift_labels"] != _IGNORED).sum().clamp(min=1)
             found["num_items_in_batch"] = counted / group.size
         if "position_ids" not in batch:
             found["position_ids"] = torch.arange(tokens, device=leading.device).expand(rows, -1)

@@ -11,7 +11,6 @@ A call with a cache, as `generate` makes, is the model's own in every way.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -19,13 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infinity.config import ResolvedConfig
 from infinity.config.sparse_attention import SparseAttention
 from infinity.distributed.axis_group import AxisGroup
+from infinity.distributed.collectives import exchange
+from infinity.distributed.groups import ProcessGroups
 from infinity.errors import ConfigError
 from infinity.log import logger
+from infinity.memory.tiers.device import Device
 from infinity.plan.block_layouts import block_layout
 from infinity.tiling.sparse_attention import sparse_attention
-from infinity.zero.attention_doors import models_of_transformers, open_doors
+from infinity.zero.attention_doors import (
+    all_causal,
+    check_options,
+    forward_arguments,
+    models_of_transformers,
+    open_doors,
+)
 from infinity.zero.hooks import not_compiled
 
 # What attention may be given that is no part of the masks that are known here.
@@ -69,12 +78,19 @@ class SparseModel:
             self._undo.callback(each.register_forward_hook(self._end).remove)
         way = "FlexAttention" if device.type == "cuda" else "tiles (FlexAttention has no backward on the CPU)"
         logger.info("sparse_attention: %s in blocks of %d tokens, by %s", section.mode, section.block, way)
-        causal = all(getattr(module, "is_causal", True) for module in model.modules())
-        if causal and section.mode != "dense" and section.attention == "bidirectional":
+        if all_causal(model) and section.mode != "dense" and section.attention == "bidirectional":
             logger.info(
                 'sparse_attention.attention is "bidirectional" and %s is causal: it sees the lower half of the layout',
                 type(model).__name__,
             )
+
+    @classmethod
+    def of(cls, config: ResolvedConfig, model: nn.Module, groups: ProcessGroups, device: Device) -> SparseModel:
+        """Return what a configuration asks for; random blocks are drawn by rank 0's seed. Collective."""
+        section, seed = config.sections.sparse_attention, 0
+        if section is not None and section.num_random_blocks:
+            seed = int(exchange([float(torch.initial_seed() % 2**32)], groups.world, "seed of the layouts")[0][0])
+        return cls(model, section, seed, groups.tensor, groups.sequence, device.torch)
 
     def close(self) -> None:
         """Take everything off the model."""
@@ -100,8 +116,7 @@ class SparseModel:
             )
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
+        given = forward_arguments(module, args, kwargs)
         cached = bool(given.get("use_cache")) or any(given.get(name) is not None for name in _CACHES)
         self._cached, self._unnamed = cached and not module.training, False
 
@@ -153,14 +168,10 @@ class SparseModel:
         own heads; returns [batch, tokens, heads, width].
         """
         name, section, tokens = type(module).__name__, self._section, query.shape[2]
-        if options.get("dropout"):
-            raise ConfigError(
-                f"{name} drops out attention ({options['dropout']:g}), which attention over blocks does not: set "
-                f"attention_dropout to 0 in the model's configuration, or {_WAY_OUT}"
-            )
-        for option in _UNKNOWN:
-            if options.get(option) is not None:
-                raise ConfigError(f"{name} gives attention {option}, which attention over blocks has not: {_WAY_OUT}")
+        check_options(
+            name, options, _UNKNOWN, dropout="which attention over blocks does not",
+            others="which attention over blocks has not", way_out=_WAY_OUT,
+        )  # fmt: skip
         if key.shape[2] != tokens or (mask is not None and mask.shape != (len(query), tokens)):
             raise ConfigError(
                 f"{name} has {tokens} queries, {key.shape[2]} keys and a mask of "

@@ -22,8 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from infinity.config import ResolvedConfig
+from infinity.distributed.groups import Ranks
 from infinity.errors import ConfigError
 from infinity.memory.activation_tier import ActivationTier, SavedTensor
+from infinity.memory.ledger import Ledger
+from infinity.memory.store import open_activation_tier
+from infinity.memory.tiers.device import Device
 from infinity.zero.forwards import Replaced
 from infinity.zero.hooks import replace_tensors
 
@@ -48,6 +53,21 @@ class Checkpointing:
         self._replaced: list[Replaced] = [Recomputed(model.get_submodule(path), kept) for path in blocks]
         if tier is not None:
             self._replaced.append(OffloadedForward(model, tier))
+
+    @classmethod
+    def of(
+        cls, config: ResolvedConfig, model: nn.Module, blocks: Sequence[str], ranks: Ranks, device: Device,
+        ledger: Ledger,
+    ) -> Checkpointing:  # fmt: skip
+        """Return what a configuration asks for. ConfigError for blocks of which there are none."""
+        section = config.sections.activation_checkpointing
+        if section.every and not blocks:
+            raise ConfigError(
+                f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
+                "repeats: leave the key out, and call torch.utils.checkpoint in the model"
+            )
+        tier = open_activation_tier(config, rank=ranks.rank, device=device, ledger=ledger)
+        return cls(model, blocks, keep_ops=section.keep_ops, tier=tier)
 
     def expect(self, backwards: Sequence[Hashable]) -> None:
         """Say in which order the backwards of several forwards will run; before each of these, `begin_forward`."""

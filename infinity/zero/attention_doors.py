@@ -14,12 +14,14 @@ import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import nn
+
+from infinity.errors import ConfigError
 
 # Called as a function of transformers' interface, with the one that it stands around before these arguments.
 AroundAttention = Callable[..., Any]
@@ -38,6 +40,33 @@ def models_of_transformers(model: nn.Module) -> list[Any]:
     """Return the models of transformers that a model is or has."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return [each for each in model.modules() if transformers and isinstance(each, transformers.PreTrainedModel)]
+
+
+def all_causal(model: nn.Module) -> bool:
+    """Return whether no layer of a model says that its tokens see later ones."""
+    return all(getattr(module, "is_causal", True) for module in model.modules())
+
+
+def forward_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a module by name."""
+    given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+    return given | given.pop("kwargs", {})
+
+
+def check_options(
+    name: str, options: Mapping[str, Any], refused: Sequence[str], *, dropout: str, others: str, way_out: str
+) -> None:
+    """ConfigError for a layer that drops out attention, or gives its function one of the `refused` options. dropout,
+    others: why that is not right here. way_out: what to do instead.
+    """
+    if options.get("dropout"):
+        raise ConfigError(
+            f"{name} drops out attention ({options['dropout']:g}), {dropout}: set attention_dropout to 0 in the "
+            f"model's configuration, or {way_out}"
+        )
+    for option in refused:
+        if options.get(option) is not None:
+            raise ConfigError(f"{name} gives attention {option}, {others}: {way_out}")
 
 
 def open_doors(model: nn.Module, attention: AroundAttention, mask: AroundMask) -> ExitStack:

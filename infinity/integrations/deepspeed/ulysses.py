@@ -15,6 +15,7 @@ sequence's, as along the data axis.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,12 +28,7 @@ from infinity.config import Config
 from infinity.engine.engine import Engine
 from infinity.engine.launch import init_distributed
 from infinity.errors import ConfigError
-from infinity.parallel.sequence import IGNORED, axis_of
-
-_UNEVEN = (
-    "the ranks of a sequence take turns with their batches, and {} has one more: give all ranks as many, with "
-    "drop_last=True or accelerate's even_batches"
-)
+from infinity.parallel.sequence import axis_of, leading_of, next_labels
 
 
 class SequenceRanks:
@@ -148,21 +144,19 @@ class UlyssesSPDataLoaderAdapter:
     next token each, take the place of "labels". Other names are those of the loader.
     """
 
-    def __init__(
-        self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any, *, first: int = 0
-    ) -> None:  # fmt: skip
-        """first: parts that are left out at the beginning of each epoch, fewer than `sp_world_size`."""
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+        """DeepSpeed's arguments; `sp_rank` follows from the group."""
         self.dl = dl
-        self._group, self._size, self._device, self._first = sp_group, sp_world_size, device, first
-        self._members = dist.get_process_group_ranks(sp_group)
-        self._index = sp_rank
+        self._group, self._size, self._device = sp_group, sp_world_size, device
+        # Parts that are left out at the beginning of each epoch, fewer than the size.
+        self._first = 0
 
     def __len__(self) -> int:
         return self._size * len(self.dl) - self._first
 
     def __getattr__(self, name: str) -> Any:
         if name == "dl":
-            # While it is being unpickled.
+            # While it is being copied or unpickled.
             raise AttributeError(name)
         return getattr(self.dl, name)
 
@@ -184,11 +178,10 @@ class UlyssesSPDataLoaderAdapter:
 
     def without_first(self, count: int, skip: Any) -> UlyssesSPDataLoaderAdapter:
         """Return one that leaves out the first `count` batches. skip: accelerate's function, for its own loader."""
-        count += self._first
+        found, count = copy.copy(self), count + self._first
         dl = skip(self.dl, count // self._size) if count >= self._size else self.dl
-        return UlyssesSPDataLoaderAdapter(
-            dl, self._index, self._group, self._size, self._device, first=count % self._size
-        )
+        vars(found).update(dl=dl, _first=count % self._size)
+        return found
 
     def _exchanged(self, batch: Any) -> list[dict[str, Any]] | None:
         """Return this rank's part of the batch of each rank; None behind the last ones. What is wrong with one rank's
@@ -201,19 +194,21 @@ class UlyssesSPDataLoaderAdapter:
             except ConfigError as error:
                 mine = [error] * self._size
         found: list[Any] = []
-        for rank in self._members:
+        members = dist.get_process_group_ranks(self._group)
+        for rank in members:
             # Behind the call, the part of this rank.
             received: list[Any] = [None]
-            dist.scatter_object_list(
-                received, mine if rank == self._members[self._index] else None, src=rank, group=self._group
-            )
+            dist.scatter_object_list(received, mine if rank == dist.get_rank() else None, src=rank, group=self._group)
             found += received
         for part in found:
             if isinstance(part, ConfigError):
                 raise part
         ended = [part is None for part in found]
         if any(ended) and not all(ended):
-            raise ConfigError(_UNEVEN.format(f"rank {self._members[ended.index(False)]}"))
+            raise ConfigError(
+                f"the ranks of a sequence take turns with their batches, and rank {members[ended.index(False)]} has "
+                "one more: give all ranks as many, with drop_last=True or accelerate's even_batches"
+            )
         return None if any(ended) else found
 
 
@@ -233,8 +228,8 @@ def _parts(batch: Any, size: int) -> list[dict[str, Any]]:
     """A batch in as many parts; ConfigError for one that cannot be cut."""
     named = batch if isinstance(batch, Mapping) else {type(batch).__name__: None}
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    leading = tensors.get("input_ids", tensors.get("inputs_embeds"))
-    if leading is None or leading.dim() < 2:
+    leading = leading_of(tensors)
+    if leading is None:
         raise ConfigError(
             "a batch that ranks of a sequence share is a mapping with input_ids of shape [batch, tokens], and the "
             f"loader gives {', '.join(named) or 'nothing'}"
@@ -252,7 +247,7 @@ def _parts(batch: Any, size: int) -> list[dict[str, Any]]:
         )
     found = dict(batch)
     if (labels := found.pop("labels", None)) is not None and "shift_labels" not in found:
-        found["shift_labels"] = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        found["shift_labels"] = next_labels(labels)
     # As they travel: on the CPU, and nothing but the part.
     cut = {
         name: [part.detach().cpu().clone() for part in value.chunk(size, 1)]
