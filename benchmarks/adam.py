@@ -33,7 +33,8 @@ from support.arrays import Arrays
 from torch import Tensor
 
 from infinity.ops import adam
-from infinity.ops.adam import AdamHyper, Piece, adam_step, grad_stats, split
+from infinity.ops.adam import adam_step, grad_stats, split
+from infinity.ops.rules import AdamHyper, Piece
 
 _LOOPS = r"""
 #include <atomic>

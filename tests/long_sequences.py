@@ -97,7 +97,8 @@ def train(tokens: int, window: bool, layers: int, steps: int, folder: str) -> di
         seconds.append(round(time.perf_counter() - begin, 1))
         losses.append(float(loss.detach()))
     moved = engine.memory().peak["nvme"]
-    found = {"losses": losses, "seconds": seconds, "predicted": engine.memory().predicted, "nvme": sum(moved.values())}
+    found = {"losses": losses, "seconds": seconds, "threads": torch.get_num_threads(),
+             "predicted": engine.memory().predicted, "nvme": sum(moved.values())}  # fmt: skip
     engine.close()
     return found
 
@@ -163,7 +164,7 @@ def main() -> int:
     parser.add_argument("--only", default="full,window,layers")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--folder", help="a folder on the drive")
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; rows of other cases in it stay")
     given = parser.parse_args()
     free = shutil.disk_usage(given.folder or tempfile.gettempdir()).free
     if free < 10**10:
@@ -173,8 +174,11 @@ def main() -> int:
     for row in rows:
         print(json.dumps(row), flush=True)
     if given.out is not None:
+        if given.out.exists():
+            ran = {row["case"] for row in rows}
+            rows = [row for row in json.loads(given.out.read_text())["rows"] if row["case"] not in ran] + rows
         report = {
-            "command": f"python -m tests.long_sequences --only {given.only} --steps {given.steps}",
+            "command": f"python -m tests.long_sequences --steps {given.steps}",
             "date": date.today().isoformat(), "torch": torch.__version__,
             "processor": cpuinfo.get_cpu_info().get("brand_raw"), "rows": rows,
         }  # fmt: skip

@@ -7,8 +7,8 @@ is refused, and then it would have exceeded the limit.
 Llamas in bf16, everything on NVMe, built under `infinity.Init`, clipped, default keys: only the length of sequences is
 said. Each case is a process of its own in a control group; where none can be made, RLIMIT_DATA bounds it, and the
 configuration has to say what is there, because preflight does not look at that limit. What counts is anonymous memory
-(/proc/PID/smaps_rollup, every 20 ms; what is locked is part of it here), not the group's own figure, in which the page
-cache counts.
+(RssAnon of /proc/PID/status, every 20 ms; what is locked is part of it here), not the group's own figure, in which the
+page cache counts.
 
 - A fitted case trains, saves and loads; its peak is at most the prediction, and at least 0.90 of it.
 - A refused case runs again with preflight taken out: it is killed, or exceeds the limit.
@@ -206,7 +206,7 @@ class Watched:
 
     def __init__(self, pid: int) -> None:
         self.nbytes = 0
-        self._path = Path(f"/proc/{pid}/smaps_rollup")
+        self._path = Path(f"/proc/{pid}/status")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -217,12 +217,14 @@ class Watched:
 
     def _run(self) -> None:
         while not self._over.wait(0.02):
+            # A counter of the kernel's: smaps_rollup walks all pages and keeps the process from mapping meanwhile. What
+            # is locked is private and anonymous here: it is counted already. A process that has ended has no such line.
             try:
-                fields = dict(line.split(":", 1) for line in self._path.read_text().splitlines()[1:])
-            except (OSError, ValueError):
+                _, found, rest = self._path.read_text().partition("RssAnon:")
+            except OSError:
                 continue
-            # What is locked is private and anonymous here: it is counted already.
-            self.nbytes = max(self.nbytes, int(fields["Anonymous"].split()[0]) * 1024)
+            if found:
+                self.nbytes = max(self.nbytes, int(rest.split()[0]) * 1024)
 
 
 def judge(model: str, gib: float, folder: str, steps: int, whole: str | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device, StreamTransfer
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops import adam, build, kernels
-from infinity.ops.adam import Piece
+from infinity.ops.rules import Piece
 from tests.support.pieces import DTYPES, HYPERS, STORAGES, make_piece, on_device, same, states, table_of, values
 
 pytestmark = [

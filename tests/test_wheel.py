@@ -55,7 +55,8 @@ import hashlib, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from infinity.ops import build
-from infinity.ops.adam import AdamHyper, Piece, adam_step, split
+from infinity.ops.adam import adam_step, split
+from infinity.ops.rules import AdamHyper, Piece
 assert build.__file__.startswith(sys.argv[1])
 torch.manual_seed(0)
 param, remainder = split(torch.randn(5000))

@@ -40,9 +40,10 @@ from infinity.memory.partition import DTYPES
 from infinity.memory.resizable_buffer import page_aligned
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
-from infinity.ops.adam import AdamHyper, Piece, adam_step, grad_stats, set_threads, shutdown_threads
+from infinity.ops.adam import adam_step, grad_stats, set_threads, shutdown_threads
 from infinity.ops.aio import File, Queue, Request
 from infinity.ops.cores import allowed_cores, thread_count
+from infinity.ops.rules import AdamHyper, Piece
 from infinity.plan.hardware import ASSUMED, Compute, Drive, HardwareProfile, load_profile, save_profile
 
 FILE_NBYTES = 1 << 30

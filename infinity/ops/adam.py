@@ -34,40 +34,12 @@ from infinity.ops.rules import (
     CPU,
     DTYPE_CODES,
     FLOATS,
-    AdagradHyper,
-    AdamHyper,
-    CodedAdamHyper,
-    Hyper,
-    LionHyper,
-    MomentumHyper,
     Piece,
     Rule,
     StepConstants,
     address,
     check_tensor,
 )
-
-__all__ = [
-    "AdagradHyper",
-    "AdamHyper",
-    "CodedAdamHyper",
-    "GradStats",
-    "Hyper",
-    "LionHyper",
-    "MomentumHyper",
-    "Piece",
-    "Rule",
-    "accumulate",
-    "adam_step",
-    "grad_stats",
-    "join",
-    "set_simd",
-    "set_threads",
-    "shutdown_threads",
-    "simd",
-    "simds",
-    "split",
-]
 
 _FP32, _BF16, _INT16 = torch.float32, torch.bfloat16, torch.int16
 _ISAS = ("scalar", "avx2", "avx512", "neon")

@@ -23,18 +23,8 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError, StateError
-from infinity.ops.adam import (
-    AdagradHyper,
-    AdamHyper,
-    CodedAdamHyper,
-    Hyper,
-    LionHyper,
-    MomentumHyper,
-    Piece,
-    adam_step,
-    join,
-    split,
-)
+from infinity.ops.adam import adam_step, join, split
+from infinity.ops.rules import AdagradHyper, AdamHyper, CodedAdamHyper, Hyper, LionHyper, MomentumHyper, Piece
 from infinity.plan.layout import Overlap, Slice, UnitLayout
 from infinity.plan.types import ADAM_MOMENTS, CODED_MOMENTS, Kind
 
@@ -150,7 +140,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 class StepSlice:
     """Flat tensors [numel] of one device.
 
-    moments: in the order of the rule's kinds. remainder, master: as in `infinity.ops.adam.Piece`.
+    moments: in the order of the rule's kinds. remainder, master: as in `infinity.ops.rules.Piece`.
     """
 
     segment: Segment

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from infinity.errors import ExtensionError
 from infinity.ops import adam, reference
-from infinity.ops.adam import AdamHyper, Piece, adam_step, grad_stats, join, split
+from infinity.ops.adam import adam_step, grad_stats, join, split
+from infinity.ops.rules import AdamHyper, Piece
 from tests.support.pieces import make_piece
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

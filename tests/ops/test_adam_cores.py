@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from infinity.ops import adam, cores
-from infinity.ops.adam import AdamHyper, Piece, adam_step
+from infinity.ops.adam import adam_step
+from infinity.ops.rules import AdamHyper, Piece
 
 native = pytest.mark.skipif(not adam.simds(), reason="no native library here")
 

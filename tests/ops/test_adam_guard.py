@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from infinity.ops import adam, reference
-from infinity.ops.adam import AdamHyper, Piece, adam_step, join, split
+from infinity.ops.adam import adam_step, join, split
+from infinity.ops.rules import AdamHyper, Piece
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORAGES = ("plain", "split", "master_half", "master_bfloat")

@@ -18,10 +18,10 @@ _STEP = """
 import logging
 logging.basicConfig(format="%(levelname)s %(message)s")
 import torch
-from infinity.ops import aio, adam, build
+from infinity.ops import adam, aio, build, rules
 one = [torch.ones(5) for _ in range(4)]
-hyper = adam.AdamHyper(0.1, 0.9, 0.999, 1e-8, 0.0, adamw=True)
-adam.adam_step([adam.Piece(*one, hyper=hyper)], step=1, grad_scale=1.0)
+hyper = rules.AdamHyper(0.1, 0.9, 0.999, 1e-8, 0.0, adamw=True)
+adam.adam_step([rules.Piece(*one, hyper=hyper)], step=1, grad_scale=1.0)
 queue = aio.Queue()
 print(adam.simd(), queue.backend, float(one[0][0]))
 print(build.native_report())

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from infinity.ops import adam
-from infinity.ops.adam import CodedAdamHyper, Piece, adam_step
+from infinity.ops.adam import adam_step
 from infinity.ops.codes import code_maps, decoded, encoded
+from infinity.ops.rules import CodedAdamHyper, Piece
 from tests.support.bnb import exact_root
 from tests.support.cells import covered
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from infinity.ops import adam
-from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, Rule, adam_step
+from infinity.ops.adam import adam_step
+from infinity.ops.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, Rule
 from tests.support.pieces import DTYPES, HYPERS, STORAGES, make_piece, same, states
 
 ISAS = adam.simds() or ["reference"]

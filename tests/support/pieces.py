@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from infinity.ops import adam, reference
-from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, Rule
 from infinity.ops.codes import encoded
-from infinity.ops.rules import CodedAdamHyper
+from infinity.ops.rules import AdagradHyper, AdamHyper, CodedAdamHyper, Hyper, LionHyper, MomentumHyper, Piece, Rule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STORAGES = ("plain", "split", "master_half", "master_bfloat")
