@@ -11,10 +11,13 @@ The styles are those that the models of transformers bring; a test holds the two
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from estimators.step_time import StageOperations
+from infinity.config.sparse_attention import SparseAttention
+from infinity.plan.block_layouts import block_layout
 from infinity.plan.sequence_axis import key_heads
 from infinity.plan.spec import ModuleNode
 from infinity.plan.stages import StageCut
@@ -50,25 +53,26 @@ def active_numel(
 
 def step_flops(
     tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, sequence: int, checkpointing: bool, every: int = 1,
-    tiled_loss: bool = False, tiled_mlps: bool = False,
+    tiled_loss: bool = False, tiled_mlps: bool = False, sparse: SparseAttention | None = None,
 ) -> float:  # fmt: skip
     """Return the operations of one rank's step over `tokens` tokens in sequences of `sequence`.
 
     checkpointing: backward recomputes the forward of every `every`-th layer. tiled_loss: it recomputes the logits
-    too. tiled_mlps: and the MLPs, beside all recomputation.
+    too. tiled_mlps: and the MLPs, beside all recomputation. sparse: of a configuration that has the section.
     """
     nodes = [*tree.walk()]
-    forward = 2 * active_numel(nodes, values) + 2 * sequence * _attention_width(values)
+    attention = 4 * seen_keys(values, sequence, sparse) * _attention_width(values)
+    forward = 2 * active_numel(nodes, values) + attention
     passes = 2 + (1 / every if checkpointing else 0)
     # Backward's second half is the gradients of weights, and attention's own.
-    weights = 2 * active_numel(nodes, values, trained=True) + 2 * sequence * _attention_width(values)
+    weights = 2 * active_numel(nodes, values, trained=True) + attention
     again = (_head(values) if tiled_loss else 0) + (_mlps(values) if tiled_mlps else 0)
     return float(tokens * (forward * passes + weights + again))
 
 
 def stage_operations(
     tree: ModuleNode, values: Mapping[str, Any], cut: StageCut, *, tokens: int, sequence: int, checkpointing: bool,
-    every: int = 1, tiled_loss: bool = False, tiled_mlps: bool = False,
+    every: int = 1, tiled_loss: bool = False, tiled_mlps: bool = False, sparse: SparseAttention | None = None,
 ) -> tuple[StageOperations, ...]:  # fmt: skip
     """Return the same for each stage of a pipeline, by kind of action. Only linear layers compute the gradients of
     their weights apart from those of their inputs.
@@ -78,9 +82,10 @@ def stage_operations(
         if node.params:
             for stage in cut.stages_at(node.path):
                 nodes[stage].append(node)
+    whole = 4 * seen_keys(values, sequence, sparse) * _attention_width(values)
     found = []
     for stage, own in enumerate(nodes):
-        attention = 2 * sequence * _attention_width(values) * cut.counts[stage] / len(cut.blocks)
+        attention = whole * cut.counts[stage] / len(cut.blocks)
         forward = 2 * active_numel(own, values) + attention
         weights = 2 * active_numel(own, values, trained=True)
         deferred = 2 * active_numel([node for node in own if node.class_name == _LINEAR], values, trained=True)
@@ -105,6 +110,29 @@ def _mlps(values: Mapping[str, Any]) -> int:
     """Return the operations of one token's forward through the MLPs of all layers, with their gates."""
     width = values.get("hidden_size", 0) * values.get("intermediate_size", 0)
     return int(6 * width * values.get("num_hidden_layers", 0))
+
+
+def seen_keys(values: Mapping[str, Any], sequence: int, sparse: SparseAttention | None = None) -> float:
+    """Return how many keys a query is multiplied with, averaged over tokens and layers: half of the sequence under a
+    causal mask. With the section, whole blocks of its layout and of a model's own window, in the layers that have them.
+    """
+    layers = values.get("num_hidden_layers") or values.get("n_layer") or 0
+    if sparse is None or not layers:
+        return sequence / 2
+    heads = values.get("num_attention_heads") or values.get("n_head") or 1
+    blocks = -(-sequence // sparse.block)
+    whole = SparseAttention(mode="dense", block=sparse.block)
+    types = values.get("layer_types") or ["sliding_attention"] * layers
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    kinds = Counter(
+        (sparse.layers == "all" or layer in sparse.layers, window if types[layer] == "sliding_attention" else None)
+        for layer in range(layers)
+    )
+    # Which blocks a run draws changes their number by little.
+    return sum(
+        count * block_layout(sparse if sparse_layer else whole, heads, blocks, seed=0).keys_of_causal(width)
+        for (sparse_layer, width), count in kinds.items()
+    ) / layers  # fmt: skip
 
 
 def _attention_width(values: Mapping[str, Any]) -> int:

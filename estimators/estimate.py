@@ -28,6 +28,7 @@ from estimators.compute import (
     attention_columns,
     exchanged_nbytes,
     local_values,
+    seen_keys,
     stage_operations,
     step_flops,
     tensor_axis_of_values,
@@ -41,6 +42,7 @@ from infinity.config import Config, ResolveContext, ResolvedConfig, load_config,
 from infinity.config.conflicts import pipeline_sizes, tensor_sizes
 from infinity.config.resolve import changed
 from infinity.config.section import replaced
+from infinity.config.sparse_attention import SparseAttention
 from infinity.errors import ConfigError
 from infinity.plan.activations import (
     Activations,
@@ -146,6 +148,7 @@ class Workload:
     tiled_mlps: bool = False
     # Ranks that share each sequence.
     parts: int = 1
+    sparse: SparseAttention | None = None
 
     @classmethod
     def of(
@@ -163,10 +166,13 @@ class Workload:
         return cls(batch, length, checkpointing, tiled_loss=tiled_loss or tiled_mlps, tiled_mlps=tiled_mlps)
 
     def under(self, config: ResolvedConfig) -> Workload:
-        """With layers computed again, and sequences shared, where the configuration says so."""
+        """With layers computed again, sequences shared and sparse attention, where the configuration says so."""
         every = config.sections.activation_checkpointing.every
         again = self.checkpointing or every > 0
-        return replace(self, checkpointing=again, every=max(every, 1), parts=config.sequence)
+        return replace(
+            self, checkpointing=again, every=max(every, 1), parts=config.sequence,
+            sparse=config.sections.sparse_attention,
+        )  # fmt: skip
 
     @property
     def tokens(self) -> int:
@@ -434,7 +440,7 @@ class Estimate:
         return stage_operations(
             self._local_tree, self._local_values, part.split.cut, tokens=self.work.tokens,
             sequence=self.work.sequence, checkpointing=self.work.checkpointing, every=self.work.every,
-            tiled_loss=self.work.tiled_loss, tiled_mlps=self.work.tiled_mlps,
+            tiled_loss=self.work.tiled_loss, tiled_mlps=self.work.tiled_mlps, sparse=self.work.sparse,
         )  # fmt: skip
 
     @cached_property
@@ -466,6 +472,11 @@ class Estimate:
         )  # fmt: skip
 
     @cached_property
+    def seen_keys(self) -> float:
+        """How many keys a query is multiplied with on average."""
+        return seen_keys(self._local_values, self.work.sequence, self.work.sparse)
+
+    @cached_property
     def flops(self) -> float:
         """Operations of one micro-batch's forward and backward on one rank."""
         if self.plan.pipeline is not None:
@@ -473,7 +484,7 @@ class Estimate:
         return step_flops(
             self._local_tree, self._local_values, tokens=self.work.tokens, sequence=self.work.sequence,
             checkpointing=self.work.checkpointing, every=self.work.every, tiled_loss=self.work.tiled_loss,
-            tiled_mlps=self.work.tiled_mlps,
+            tiled_mlps=self.work.tiled_mlps, sparse=self.work.sparse,
         )  # fmt: skip
 
     def _pipeline_as_dict(self) -> dict[str, Any]:
@@ -586,6 +597,7 @@ class Estimate:
             "checkpointing": self.work.checkpointing,
             "tiled_loss": self.work.tiled_loss,
             "tiled_mlps": self.work.tiled_mlps,
+            "keys_of_a_query": self.seen_keys,
             "nbytes": _plain(plan.bytes_by_tier()),
             "nbytes_at_rest": _plain(self.at_rest),
             "nbytes_by_phase": {phase.value: _plain(table) for phase, table in self.phases.items()},

@@ -457,6 +457,9 @@ def _activations(found: Estimate) -> list[str]:
         )
     if (away := found.offloaded) is not None:
         line += f"; inputs of {away.count} layers, {format_bytes(away.nbytes)}, lie on {away.tier.value} until backward"
+    if found.work.sparse is not None:
+        keys, half = found.seen_keys, found.work.sequence / 2
+        line += f"; with sparse attention a query meets {keys:,.0f} keys on average instead of {half:,.0f}"
     return [line]
 
 

@@ -422,9 +422,10 @@ class LiveBytes(_Tracker):
     def _begin(self, *_: Any) -> None:
         self._begun.append(_Recomputed(recorded=torch.is_grad_enabled()))
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if self._begun:
-            self._moments.append((self._made, self._begun.pop().again()))
+            given = max((each.nbytes for each in _tensors(output) if each.is_floating_point()), default=0)
+            self._moments.append((self._made, self._begun.pop().again(given)))
 
 
 @dataclass(slots=True)
@@ -456,11 +457,13 @@ class _Recomputed:
         if self.now > self.most:
             self.most, self.busiest = self.now, Counter(self.within.values())
 
-    def again(self) -> Counter[int]:
-        """Return the sizes of what its backward has."""
+    def again(self, output_nbytes: int) -> Counter[int]:
+        """Return the sizes of what its backward has. output_nbytes: of the tensor that it hands on."""
         found = +self.made + (self.busiest - Counter(self.within.values()))
-        # Backward of its widest operation has a gradient that comes in and one that goes out.
+        # Backward of its widest operation has a gradient that comes in and one that goes out, beside that of the
+        # block's output, which also goes around the operation.
         found.update({max(found): 2} if found else {})
+        found.update({output_nbytes: 1})
         return found
 
 

@@ -26,6 +26,8 @@ from infinity.errors import ConfigError
 Sample = Callable[[range, int], list[int]]
 # Side of the drawing in characters, at most.
 _DRAWN_MAX = 32
+# Of a layout with more, so many rows stand for all.
+_SAMPLED_ROWS = 64
 
 
 class BlockLayout:
@@ -92,6 +94,19 @@ class BlockLayout:
         if self._window is None and earlier is not None:
             found &= earlier
         return found
+
+    def keys_of_causal(self, window: int | None = None) -> float:
+        """Return how many keys of its block's row a token's query is multiplied with on average, where a model sees no
+        later token, and none that lies `window` tokens or more behind. Every row of short layouts, 64 of long ones.
+        """
+        columns, block = np.arange(self.blocks), self.section.block
+        rows = np.unique(np.linspace(0, self.blocks - 1, min(self.blocks, _SAMPLED_ROWS)).astype(np.int64))
+        seen = columns[None, :] <= rows[:, None]
+        if window is not None:
+            # The row's first token sees `window` - 1 tokens of the blocks before.
+            seen &= columns[None, :] >= rows[:, None] - (window - 1 + block - 1) // block
+        found = [np.count_nonzero(self.part(head, rows, columns) & seen) for head in range(self.patterns)]
+        return float(np.mean(found) / len(rows) * block)
 
     def table(self, head: int = 0) -> NDArray[np.bool_]:
         """Return all blocks of a head, [blocks, blocks]."""

@@ -64,6 +64,17 @@ def test_a_layout_of_a_million_tokens_has_no_table() -> None:
     assert row[[0, 59_999, 60_000, 60_001]].all()
 
 
+@pytest.mark.parametrize("window", [None, 1, 40, 48, 49])
+def test_keys_of_a_query_are_those_of_the_blocks_of_its_row(window: int | None) -> None:
+    for keys in ({"mode": "dense"}, {"mode": "bslongformer"}, {"mode": "bigbird", "num_random_blocks": 2}):
+        layout = BlockLayout(SparseAttention.of({"block": 16, **keys}), 2, 24, random.Random(0).sample)
+        query, key = np.arange(24 * 16)[:, None], np.arange(24 * 16)[None, :]
+        shown = (key <= query) & (query - key < (window or 24 * 16))
+        there = shown.reshape(24, 16, 24, 16).any(axis=(1, 3))
+        counts = [np.count_nonzero(layout.table(head) & there) for head in range(layout.patterns)]
+        assert layout.keys_of_causal(window) == pytest.approx(np.mean(counts) / 24 * 16)
+
+
 def test_a_layout_is_drawn() -> None:
     small = block_layout(SparseAttention(num_local_blocks=2, attention="unidirectional"), 1, 5, 0)
     assert small.draw() == ["#....", "##...", ".##..", ".###.", ".#.##"]
