@@ -12,6 +12,7 @@ of exponentials (Milakov and Gimelshein, "Online normalizer calculation for soft
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,16 +61,35 @@ def _by_tiles(call: Callable[[Tensor], Tensor], hidden: Tensor, tile_tokens: int
         return call(hidden)
     # All tokens one behind the other, so that tiles are contiguous.
     tiles = hidden.reshape(*(1 for _ in hidden.shape[:-2]), -1, hidden.shape[-1]).split(tile_tokens, -2)
-    again = torch.is_grad_enabled()
-    parts = [checkpoint(_tile, call, tile, use_reentrant=False) if again else call(tile) for tile in tiles]
+    if not torch.is_grad_enabled():
+        return torch.cat([call(tile) for tile in tiles], -2).view(*hidden.shape[:-1], -1)
+    own = hidden.device.type == "cpu" and not torch.compiler.is_compiling()
+    parts = [
+        checkpoint(_tile, call, tile, [] if own else None, use_reentrant=False, preserve_rng_state=not own)
+        for tile in tiles
+    ]  # fmt: skip
     return torch.cat(parts, -2).view(*hidden.shape[:-1], -1)
 
 
-def _tile(call: Callable[[Tensor], Tensor], tile: Tensor) -> Tensor:
+def _tile(call: Callable[[Tensor], Tensor], tile: Tensor, drawn_from: list[Tensor | None] | None) -> Tensor:
+    """drawn_from: where the first run notes the state of the CPU's generator that it draws from, or None; one list for
+    the runs of a tile. None: checkpoint notes the states. It does so of a tile that draws nothing, too, and 5 KB of the
+    heap for each tile until backward leave gaps in which the next layer's tiles have no room.
+    """
     global tiles_running
     tiles_running += 1
     try:
-        return call(tile)
+        if drawn_from is None:
+            return call(tile)
+        if drawn_from:
+            with nullcontext() if drawn_from[0] is None else torch.random.fork_rng([]):
+                if drawn_from[0] is not None:
+                    torch.set_rng_state(drawn_from[0])
+                return call(tile)
+        before = torch.get_rng_state()
+        output = call(tile)
+        drawn_from.append(None if torch.equal(before, torch.get_rng_state()) else before)
+        return output
     finally:
         tiles_running -= 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,20 @@ def test_an_mlp_of_tiles_is_the_plain_one_with_less_kept():
     step[40, 3] = 1e-6
     difference = (run(leaf + step) - run(leaf - step)).detach()
     assert float(difference) / 2e-6 == pytest.approx(float(grad[40, 3]), rel=1e-5)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_only_tiles_that_draw_keep_a_random_state(draws: bool) -> None:
+    def states() -> int:
+        numel = torch.get_rng_state().numel()
+        return sum(type(each) is Tensor and each.dtype is torch.uint8 and each.numel() == numel
+                   for each in gc.get_objects())  # fmt: skip
+
+    mlp, before = Dropping().train(draws), states()
+    found = infinity.tiled_mlp(mlp, torch.randn(64, 16, requires_grad=True), tile_tokens=8)
+    assert states() - before == (8 if draws else 0)
+    found.sum().backward()
+    assert states() == before
 
 
 class Gated(nn.Module):
