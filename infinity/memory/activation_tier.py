@@ -45,7 +45,8 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.scratch import FilePool, GrowablePool, HostPool, PoolBuffer, SwapFolders
 from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.device import Device
-from infinity.memory.tiers.pinned import HostMemory
+from infinity.memory.tiers.pinned import HostMemory, trim
+from infinity.plan.capacity import PROCESS
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, Kind, Tier, align_up
 
 
@@ -276,6 +277,7 @@ class ActivationTier:
             existing = self._existing(tensor)
             if existing is not None:
                 return existing
+            self._close_gaps(flat.nbytes)
             buffer = self._take_buffer(flat.nbytes)
             number, turn = self.order.next()
             kept = Record(number, turn, tensor.shape, tensor.stride(), tensor.dtype, flat.nbytes, buffer)
@@ -301,6 +303,7 @@ class ActivationTier:
         with self._lock, torch.no_grad():
             self._alive()
             self._settle()
+            self._close_gaps(kept.nbytes)
             self._submit_up(kept)
             flat, leaving = kept.hand_out()
             self._ledger.add(Tier.GPU, Kind.ACTIVATION, -flat.nbytes)
@@ -342,6 +345,13 @@ class ActivationTier:
                 stack.callback(self._memory.close)
                 if self._drive is not None:
                     stack.callback(self._drive.close)
+
+    def _close_gaps(self, nbytes: int) -> None:
+        """Give back free memory of the heap between two layers of a long sequence, where the heap has the layers'
+        pieces: they lie among the nodes that backward keeps, and without this their gaps would grow with the layers.
+        """
+        if nbytes >= PROCESS.pooled_nbytes_max and not self._device.is_accelerator:
+            trim()
 
     # Down.
 
