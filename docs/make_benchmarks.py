@@ -240,8 +240,8 @@ def _long_sequences(raw: dict[str, Any]) -> dict[str, Any]:
         "columns": ["case", "limit", "peak", "plain torch", "on NVMe", "loss", "seconds of its steps"],
         "table": table,
         "how": "Llamas of five layers in fp32, 128 wide with one head of 64, on bytes of real text; everything on "
-               "NVMe, the inputs of recomputed blocks as well; attention by `sparse_attention`, MLPs and loss in tiles of "
-               f"4,096 tokens; torch {raw['torch']}. Plain torch is what its graph keeps of an eighth of the length, "
+               "NVMe, the inputs of recomputed blocks as well; attention by `sparse_attention`, MLPs and loss in tiles "
+               f"of 4,096 tokens; torch {raw['torch']}. Plain torch is what its graph keeps of an eighth of the length, "
                "times eight, with attention that keeps nothing of its own. Weights, their gradients and states, and "
                "what the plan keeps of these between steps, are a part of the growth.",
     }  # fmt: skip
