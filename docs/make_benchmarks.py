@@ -241,9 +241,9 @@ def _long_sequences(raw: dict[str, Any]) -> dict[str, Any]:
         "table": table,
         "how": "Llamas of five layers in fp32, 128 wide with one head of 64, on bytes of real text; everything on "
                "NVMe, the inputs of recomputed blocks as well; attention by `sparse_attention`, MLPs and loss in tiles "
-               f"of 4,096 tokens; torch {raw['torch']}. Plain torch is what its graph keeps of an eighth of the length, "
-               "times eight, with attention that keeps nothing of its own. Weights, their gradients and states, and "
-               "what the plan keeps of these between steps, are a part of the growth.",
+               f"of 4,096 tokens; torch {raw['torch']}. Plain torch is what its graph keeps of an eighth of the "
+               "length, times eight, with attention that keeps nothing of its own. Weights, their gradients and "
+               "states, and what the plan keeps of these between steps, are a part of the growth.",
     }  # fmt: skip
 
 
