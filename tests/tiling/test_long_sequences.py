@@ -45,6 +45,27 @@ class Block(torch.nn.Module):
         return x + infinity.tiled_mlp(self, x, tile_tokens=64, forward=lambda each: self.narrow(self.wide(each).relu()))
 
 
+class Narrowing(torch.nn.Module):
+    """A block whose inside is narrower than what it hands on, as attention's heads may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within, self.out = torch.nn.Linear(64, 4, bias=False), torch.nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.add(x, self.out(self.within(x)))
+
+
+def test_the_gradient_of_a_blocks_output_waits_while_its_inside_goes_back() -> None:
+    live = LiveBytes(torch.nn.Sequential(block := Narrowing()), ["0"], lambda _: None)
+    with live.counting():
+        output = torch.nn.Sequential(block)(torch.randn(1, 1000, 64, requires_grad=True))
+    assert output.requires_grad
+    # What lives at the end is input, inside and output. Made again: the inside, the last layer's output and the block's.
+    # And three gradients: one that comes in, one that goes out, and the one that goes around.
+    assert live.found("").nbytes == 4 * 1000 * ((64 + 4 + 64) + (4 + 64 + 64) + 3 * 64)
+
+
 def test_a_block_that_is_computed_again_has_one_tile_at_a_time() -> None:
     """What the count of a forward says of backward grows with the tokens between the tiles, not with those in them."""
     found = []
