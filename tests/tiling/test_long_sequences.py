@@ -61,7 +61,7 @@ def test_the_gradient_of_a_blocks_output_waits_while_its_inside_goes_back() -> N
     with live.counting():
         output = torch.nn.Sequential(block)(torch.randn(1, 1000, 64, requires_grad=True))
     assert output.requires_grad
-    # What lives at the end is input, inside and output. Made again: the inside, the last layer's output and the block's.
+    # At the end live input, inside and output. Made again: the inside, the last layer's output and the block's.
     # And three gradients: one that comes in, one that goes out, and the one that goes around.
     assert live.found("").nbytes == 4 * 1000 * ((64 + 4 + 64) + (4 + 64 + 64) + 3 * 64)
 
