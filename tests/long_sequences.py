@@ -132,7 +132,8 @@ def run(what: str, limit_gib: float | None, *words: object) -> dict[str, Any]:
         said, _ = child.communicate()
         watched.stop()
     found = json.loads(said.splitlines()[-1]) if child.returncode == 0 else {"returncode": child.returncode}
-    return {"what": what, "words": words, **found, "peak": watched.nbytes, "limit": limit, "how": how}
+    numbers = [word for word in words if not isinstance(word, str)]
+    return {"what": what, "words": numbers, **found, "peak": watched.nbytes, "limit": limit, "how": how}
 
 
 def cases(only: Sequence[str], steps: int, folder: str | None) -> list[dict[str, Any]]:
