@@ -231,12 +231,13 @@ def test_every_rank_has_the_weights(spooled: bool, tmp_path: Path, rank_pools: d
 def growth(rank: int, world: int, folder: str, home: str, spooled: bool) -> tuple[int, int]:
     """Bytes by which this process grows with a model that its engine has left, and those of the weights it holds."""
     torch.set_num_threads(1)
-    for dim in (64, 256, 512):
-        # The first engines load what a process loads once, some of it only for models of some size.
+    for dim in (64, 512, 512):
+        # The first two load what a process loads once, some of it only for models of some size.
         before = own_nbytes()
         model = TinyLlama(dim=dim, layers=8, hidden=dim * 11 // 4)
         config = settings(folder, param=home, optimizer=home, dtype="bf16")
-        engine, *_ = infinity.initialize(model=model, config=config)
+        # No name for the optimizer, which holds its parameters: the next round must begin without this model.
+        engine = infinity.initialize(model=model, config=config)[0]
         step(engine)
         with pytest.MonkeyPatch.context() as patch:
             if spooled:
@@ -255,7 +256,7 @@ def growth(rank: int, world: int, folder: str, home: str, spooled: bool) -> tupl
 @pytest.mark.parametrize("home", kept(["gpu", "cpu", "nvme"], ["nvme"]))
 def test_the_process_keeps_the_weights_and_nothing_else(home: str, tmp_path: Path) -> None:
     ((grown, held),) = run_ranks(growth, 1, str(tmp_path), home, False)
-    assert held > 50e6 and held - 4e6 <= grown <= 1.05 * held + 8e6
+    assert held > 50e6 and held - 2e6 <= grown <= held + 4e6
     assert os.listdir(tmp_path) == []
 
 

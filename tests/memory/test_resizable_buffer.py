@@ -77,9 +77,9 @@ def test_pages_of_one_buffer_go_to_the_next(spare):
     two = buffer(3 * PART + 9, spare)
     before = resident_nbytes()
     two.take()
-    # They have been moved, content and all; the rest is fresh.
-    assert two.tensor[: 3 * PART].eq(7).all() and not two.tensor[3 * PART :].any()
+    # They have been moved, content and all; the rest is fresh. A comparison's result of 1.5 MiB may stay in the heap.
     assert resident_nbytes() - before < MIB
+    assert two.tensor[: 3 * PART].eq(7).all() and not two.tensor[3 * PART :].any()
     assert spare.nbytes == HUGE_PAGE
     two.tensor.fill_(8.0)
     assert not one.tensor[PART:].any()
