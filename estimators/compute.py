@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import cycle
 from typing import Any
 
 from estimators.step_time import StageOperations
@@ -52,16 +53,16 @@ def active_numel(
 
 
 def step_flops(
-    tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, sequence: int, checkpointing: bool, every: int = 1,
-    tiled_loss: bool = False, tiled_mlps: bool = False, sparse: SparseAttention | None = None,
+    tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, keys: float, checkpointing: bool, every: int = 1,
+    tiled_loss: bool = False, tiled_mlps: bool = False,
 ) -> float:  # fmt: skip
-    """Return the operations of one rank's step over `tokens` tokens in sequences of `sequence`.
+    """Return the operations of one rank's step over `tokens` tokens, each of which meets `keys` (see `seen_keys`).
 
     checkpointing: backward recomputes the forward of every `every`-th layer. tiled_loss: it recomputes the logits
-    too. tiled_mlps: and the MLPs, beside all recomputation. sparse: of a configuration that has the section.
+    too. tiled_mlps: and the MLPs, beside all recomputation.
     """
     nodes = [*tree.walk()]
-    attention = 4 * seen_keys(values, sequence, sparse) * _attention_width(values)
+    attention = 4 * keys * _attention_width(values)
     forward = 2 * active_numel(nodes, values) + attention
     passes = 2 + (1 / every if checkpointing else 0)
     # Backward's second half is the gradients of weights, and attention's own.
@@ -71,8 +72,8 @@ def step_flops(
 
 
 def stage_operations(
-    tree: ModuleNode, values: Mapping[str, Any], cut: StageCut, *, tokens: int, sequence: int, checkpointing: bool,
-    every: int = 1, tiled_loss: bool = False, tiled_mlps: bool = False, sparse: SparseAttention | None = None,
+    tree: ModuleNode, values: Mapping[str, Any], cut: StageCut, *, tokens: int, keys: float, checkpointing: bool,
+    every: int = 1, tiled_loss: bool = False, tiled_mlps: bool = False,
 ) -> tuple[StageOperations, ...]:  # fmt: skip
     """Return the same for each stage of a pipeline, by kind of action. Only linear layers compute the gradients of
     their weights apart from those of their inputs.
@@ -82,7 +83,7 @@ def stage_operations(
         if node.params:
             for stage in cut.stages_at(node.path):
                 nodes[stage].append(node)
-    whole = 4 * seen_keys(values, sequence, sparse) * _attention_width(values)
+    whole = 4 * keys * _attention_width(values)
     found = []
     for stage, own in enumerate(nodes):
         attention = whole * cut.counts[stage] / len(cut.blocks)
@@ -125,8 +126,9 @@ def seen_keys(values: Mapping[str, Any], sequence: int, sparse: SparseAttention 
     types = values.get("layer_types") or ["sliding_attention"] * layers
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     kinds = Counter(
-        (sparse.layers == "all" or layer in sparse.layers, window if types[layer] == "sliding_attention" else None)
-        for layer in range(layers)
+        (sparse.layers == "all" or layer in sparse.layers, window if kind == "sliding_attention" else None)
+        # A config.json that was given more layers than it has kinds goes on with them in turn.
+        for layer, kind in zip(range(layers), cycle(types), strict=False)
     )
     # Which blocks a run draws changes their number by little.
     return sum(

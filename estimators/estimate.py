@@ -439,8 +439,8 @@ class Estimate:
         assert part is not None
         return stage_operations(
             self._local_tree, self._local_values, part.split.cut, tokens=self.work.tokens,
-            sequence=self.work.sequence, checkpointing=self.work.checkpointing, every=self.work.every,
-            tiled_loss=self.work.tiled_loss, tiled_mlps=self.work.tiled_mlps, sparse=self.work.sparse,
+            keys=self.seen_keys, checkpointing=self.work.checkpointing, every=self.work.every,
+            tiled_loss=self.work.tiled_loss, tiled_mlps=self.work.tiled_mlps,
         )  # fmt: skip
 
     @cached_property
@@ -482,9 +482,9 @@ class Estimate:
         if self.plan.pipeline is not None:
             return sum(self._operations[stage].total for stage in self.plan.pipeline.stages)
         return step_flops(
-            self._local_tree, self._local_values, tokens=self.work.tokens, sequence=self.work.sequence,
+            self._local_tree, self._local_values, tokens=self.work.tokens, keys=self.seen_keys,
             checkpointing=self.work.checkpointing, every=self.work.every, tiled_loss=self.work.tiled_loss,
-            tiled_mlps=self.work.tiled_mlps, sparse=self.work.sparse,
+            tiled_mlps=self.work.tiled_mlps,
         )  # fmt: skip
 
     def _pipeline_as_dict(self) -> dict[str, Any]:

@@ -932,7 +932,7 @@ class _Model:
         if key not in self._operations:
             work = self._work(1, sparing)
             self._operations[key] = step_flops(
-                self._root, self._values, tokens=work.tokens, sequence=work.sequence,
+                self._root, self._values, tokens=work.tokens, keys=work.sequence / 2,
                 checkpointing=work.checkpointing, tiled_loss=work.tiled_loss, tiled_mlps=work.tiled_mlps,
             )  # fmt: skip
         return micro * self._operations[key]

@@ -32,7 +32,8 @@ def initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None, *, bu
     filled. With an accelerator each tier has a busiest moment of its own: the others only fill, and are full at the
     end.
 
-    built: the model is there. While it is being built, its largest parameter may be whole in memory.
+    built: the model is there. While it is being built, its largest parameter may be whole in memory, and there is no
+    engine yet that would hold any.
     """
     filling = _Filling(plan, model_dtype, model_nbytes_max, built)
     filling.note()
@@ -64,20 +65,23 @@ class _Filling:
         self._held: Table = {tier: {} for tier in Tier}
         self._in_process = 0
         self._most, self._busiest = -1, self._held
-        for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
-            self._add(Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
-        # All of it from the beginning: what the kernel is told of as buffers for I/O, it holds.
-        pools = plan.pools
-        self._add(Tier.CPU, Kind.POOL, pools.in_cpu_nbytes - pools.staging_nbytes - pools.direction_nbytes)
         self._own = {layout.index: _own_nbytes(layout, model_dtype) for layout in plan.layouts}
         self._own_left = sum(self._own.values())
         self._own_max = self._own_left
         if model_nbytes_max is not None:
             largest = max((math.prod(slot.whole_shape) for layout in plan.layouts for slot in layout.slots), default=0)
             nbytes = largest * DTYPE_NBYTES[model_dtype]
-            # One rank alone reads a parameter that is larger in parts; several exchange it whole.
-            in_parts = built and plan.topology.world_size == 1
-            self._own_max = model_nbytes_max + (min(nbytes, model_nbytes_max) if in_parts else nbytes)
+            self._own_max = model_nbytes_max + nbytes
+            if not built:
+                self.note()
+            if plan.topology.world_size == 1:
+                # One rank alone reads a parameter that is larger in parts; several exchange it whole.
+                self._own_max = model_nbytes_max + min(nbytes, model_nbytes_max)
+        for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
+            self._add(Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
+        # All of it from the beginning: what the kernel is told of as buffers for I/O, it holds.
+        pools = plan.pools
+        self._add(Tier.CPU, Kind.POOL, pools.in_cpu_nbytes - pools.staging_nbytes - pools.direction_nbytes)
 
     def fill(self, *keys: Key) -> None:
         for key in keys:

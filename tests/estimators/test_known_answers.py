@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from estimators.estimate import Estimate, estimate
+from estimators.estimate import Estimate, Machine, estimate
 from infinity.plan.types import Kind, Tier
 
 PADDING = 1e-3
@@ -65,3 +65,30 @@ def test_the_optimizer_on_the_cpu_takes_its_states_and_gradients_there():
     found = made(3, "bf16", 4, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
     assert a_parameter(found, Kind.PARAM, Kind.GRAD, *STATES, tier=Tier.CPU) == pytest.approx(14 / 4, rel=PADDING)
     assert stored(found) == pytest.approx(0, abs=PADDING)
+
+
+def test_blocks_of_sparse_attention_are_counted_as_they_are_computed():
+    values = {
+        "model_type": "mistral", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    dense, blocks = (
+        estimate(values, {**section, "train_micro_batch_size_per_gpu": 1}, sequence=64)
+        for section in ({}, {"sparse_attention": {"mode": "dense", "block": 16}})
+    )
+    # A query meets 1 to 4 blocks of 16, with a window at most 3; the third layer is of the first's kind.
+    full, windowed = (16 + 32 + 48 + 64) / 4, (16 + 32 + 48 + 48) / 4
+    assert dense.seen_keys == 32 and blocks.seen_keys == pytest.approx((full + 2 * windowed) / 3)
+    # Two products of two operations an element in forward, and twice as many in backward.
+    more = 3 * 4 * (blocks.seen_keys - 32) * 3 * 32 * 64
+    assert blocks.flops - dense.flops == pytest.approx(more)
+
+
+def test_what_fits_in_less_memory_fits_in_more():
+    nvme = {"device": "nvme", "nvme_path": "nvme"}
+    zero = {"stage": 3, **{f"offload_{what}": nvme for what in ("param", "optimizer", "gradients")}}
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    for ram in (12, 20):
+        # While a model is built, its largest parameter is whole (4.2 GB), and no buffer of an engine is there yet.
+        machine = Machine(22 * 10**9, ram * 10**9, 20 * 10**12)
+        assert estimate("llama-3.1-405b", config, machine=machine, sequence=128, checkpointing=True).fits

@@ -19,6 +19,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import Kind, Tier
+from tests.support.private_memory import private_now
 from tests.support.simulated_tier import Asked, SimulatedTier
 
 CPU = Device(torch.device("cpu"))
@@ -311,6 +312,20 @@ def test_a_read_that_fails_is_a_transfer_error():
             bench.tier.get(saved)
     bench.tier.close()
     assert not any(bench.ledger.now.values())
+
+
+@pytest.mark.parametrize(("nbytes", "given_back"), [(1 << 20, False), (8 << 20, True)])
+def test_between_the_layers_of_a_long_sequence_gaps_of_the_heap_go_back(nbytes, given_back):
+    bench = Bench("cpu")
+    subject: Any = torch.ones(nbytes // 4)
+    for move in (bench.tier.put, bench.tier.get):
+        # 56 MB in pieces of the heap, each eighth of which stays.
+        kept = [torch.ones(25_600) for _ in range(640)][::8]
+        before = private_now().own
+        subject = move(subject)
+        assert (before - private_now().own > 30e6) is given_back and len(kept) == 80
+    assert subject.eq(1).all()
+    bench.tier.close()
 
 
 def test_a_limit_of_the_tier_is_kept():
