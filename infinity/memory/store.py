@@ -154,19 +154,21 @@ class TieredStore:
         old: dict[Key, Tensor] = {}
         with self.access.claimed(keys, by, writes=True):
             try:
-                with self._lock:
-                    partitions = self._acquire(keys, by, fresh=fresh, prefix_nbytes=prefix_nbytes)
-                    if by is not None and by.pending:
+                if by is not None and by.pending:
+                    with self._lock:
                         # What a write would lose, because no drive has it.
-                        lost = [each for each in partitions if not (each.on_drive or each.pending)]
+                        lost = [
+                            each for each in self._acquire(keys, by, fresh=fresh, prefix_nbytes=prefix_nbytes)
+                            if not (each.on_drive or each.pending)
+                        ]  # fmt: skip
                         old = {each.key: self._buffers.take_old(each) for each in lost}
-                for key, room in old.items():
-                    # Without the lock: nobody else may write what is claimed for a step.
-                    value = self[key].buffer
-                    assert value is not None
-                    room.copy_(value)
+                    for key, room in old.items():
+                        # Without the lock: nobody else may write what is claimed for a step.
+                        value = self[key].buffer
+                        assert value is not None
+                        room.copy_(value)
                 with self._lock:
-                    for partition in partitions:
+                    for partition in self._acquire(keys, by, fresh=fresh, prefix_nbytes=prefix_nbytes):
                         if not partition.leased:
                             self._residency.settle(partition)
                         if by is not None and by.pending and not partition.pending:
@@ -441,7 +443,8 @@ class TieredStore:
         by_size = sorted(partitions, key=lambda partition: -partition.spec.nbytes)
         try:
             for partition in by_size:
-                self._bring(partition, fresh, by, prefix_nbytes, wait)
+                if partition.absent or partition.state is State.FAILED:
+                    self._bring(partition, fresh, by, prefix_nbytes, wait)
         except TierMemoryError:
             # Earlier buffers may lie in the middle of the free space: start from an empty arena, once.
             self._clear(keys)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from infinity.base import trace
 from infinity.base.transfer import Transfer
-from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.memory.transaction import Reservation
@@ -84,6 +83,7 @@ class SubGroupUpdater:
             copies: list[tuple[Tensor, Tensor]] = []
             assert states.buffer is not None
             device = states.buffer.device
+            views = {section.kind: states.view(section.kind) for section in states.spec.sections}
             for (piece, at), grad, param in zip(group.placed(), grads, params, strict=True):
                 span = slice(piece.start, piece.stop)
                 home = param.view(Kind.PARAM)[span]
@@ -95,7 +95,7 @@ class SubGroupUpdater:
                 parts = self._plan.placement.units[piece.unit].parts
                 first = layout.partition_start(parts, self._index) + piece.start
                 found.append([
-                    self._slice(rule, states, at, local, local_grad, segment, context.hyper[segment.group])
+                    _slice(rule, views, at, local, local_grad, segment, context.hyper[segment.group])
                     for segment in context.segments(layout, piece, first, joins=rule.joins)
                 ])
             for transfer in arriving:
@@ -151,22 +151,22 @@ class SubGroupUpdater:
                 self._leaving.append(transfer)
         self._staged_nbytes = 0
 
-    def _slice(
-        self, rule: UpdateRule, states: Partition, at: int, param: Tensor, grad: Tensor, segment: Segment, hyper: object
-    ) -> StepSlice:
-        """Return a segment with its states. at: where the states of its slice, `param` and `grad`, begin in the
-        sub-group's.
-        """
-        own = slice(segment.start, segment.start + segment.numel)
-        span = slice(at + segment.start, at + segment.start + segment.numel)
-        kinds = {section.kind for section in states.spec.sections}
-        return StepSlice(
-            segment, hyper, param[own], grad[own], [
-                states.view(kind)[kind.span(at + segment.start, segment.numel)] for kind in rule.moments
-            ],
-            remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
-            master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None,
-        )  # fmt: skip
+
+def _slice(
+    rule: UpdateRule, states: Mapping[Kind, Tensor], at: int, param: Tensor, grad: Tensor, segment: Segment,
+    hyper: object,
+) -> StepSlice:  # fmt: skip
+    """Return a segment with its states. at: where the states of its slice, `param` and `grad`, begin in the
+    sub-group's.
+    """
+    own = slice(segment.start, segment.start + segment.numel)
+    begin, numel = at + segment.start, segment.numel
+    remainder, master = states.get(Kind.REMAINDER), states.get(Kind.MASTER)
+    return StepSlice(
+        segment, hyper, param[own], grad[own], [states[kind][kind.span(begin, numel)] for kind in rule.moments],
+        remainder=None if remainder is None else remainder[begin : begin + numel],
+        master=None if master is None else master[begin : begin + numel],
+    )
 
 
 def prefetch(store: TieredStore, by: Reservation | None, group: SubGroup, *, complete: bool = True) -> bool:

@@ -2,7 +2,8 @@
 
 It stands around the layers' attention functions ([Note: doors] of `infinity.zero.attention_doors`), within the exchange
 of a sequence axis, so that it computes this rank's heads of the whole sequence. In the place of a mask [batch, 1,
-tokens, tokens] the model gets one [batch, tokens]: of each token the number of its document, or that it is padding.
+tokens, tokens] the model gets one [batch, tokens]: of each token the number of its document, or as bool whether it is
+no padding.
 The causal order, a window, sinks and a soft cap come with each call of a layer. Layers without a layout go the same
 way, and see all that the model's mask leaves.
 
@@ -41,8 +42,6 @@ from infinity.zero.hooks import not_compiled
 _UNKNOWN = ("position_bias", "head_mask", "block_sequence_ids")
 _CACHES = ("past_key_values", "cache")
 _WAY_OUT = "leave sparse_attention out"
-# The document of padding in the mask that a model gets.
-_PADDING = -1
 
 _outside_graphs = not_compiled("attention over blocks is chosen for each length outside of graphs")
 
@@ -128,7 +127,9 @@ class SparseModel:
             )
 
     def _mask(self, make: Callable[[dict[str, Any]], Any], function: str, given: dict[str, Any]) -> Any:
-        """[batch, tokens], the document of each token; None where all are of one."""
+        """[batch, tokens], the document of each token, or as bool whether it is no padding; None where all are of one
+        document and none is padding.
+        """
         if self._cached:
             return make(given)
         layers = getattr(given.get("config"), "layer_types", None) or ["sliding_attention"]
@@ -146,7 +147,7 @@ class SparseModel:
             )
         if padding is not None:
             kept = padding.bool()
-            return None if bool(kept.all()) else torch.where(kept, 0, _PADDING)
+            return None if bool(kept.all()) else kept
         if positions is None or any(given.get(name) is not None for name in _CACHES):
             return None
         # As transformers tells packed samples: a position that is not one more than that before it begins another.
@@ -186,11 +187,11 @@ class SparseModel:
         causal = options.get("is_causal")
         if causal is None:
             causal = getattr(module, "is_causal", True)
-        padded = mask is not None and bool((mask == _PADDING).any())
+        padding, documents = (mask, None) if mask is not None and mask.dtype == torch.bool else (None, mask)
         output = sparse_attention(
             query, key, value, layout=layout, causal=causal, scale=options.get("scaling"),
-            window=window, padding=mask != _PADDING if padded and mask is not None else None,
-            documents=None if padded else mask, sinks=options.get("s_aux"), softcap=options.get("softcap"),
+            window=window, padding=padding, documents=documents, sinks=options.get("s_aux"),
+            softcap=options.get("softcap"),
             first_head=getattr(module, "first_head", self._tensor.index * heads),
         )  # fmt: skip
         return output.transpose(1, 2), None

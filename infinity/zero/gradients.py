@@ -125,7 +125,8 @@ class GradientPartitions:
             with each.lease, trace.span(trace.WAIT, "copy from the device", each.unit.grad_key):
                 for copy in each.copies:
                     self._device.arrived(copy)
-            self._store.flush(each.unit.grad_key)
+            if each.partition.on_drive:
+                self._store.flush(each.unit.grad_key)
             arrived.append(each.unit)
         if wait:
             self._latest = None

@@ -291,7 +291,7 @@ class Unit:
         self.layout = layout
         self.placed = placed
         self.params = tuple(params)
-        self.key = Key(Kind.PARAM, layout.index)
+        self.key, self.grad_key = Key(Kind.PARAM, layout.index), Key(Kind.GRAD, layout.index)
         self.state = GatherState.PARTITIONED
         # Whether the parameters look partitioned while the unit is gathered.
         self._hidden = False
@@ -301,7 +301,6 @@ class Unit:
         self._copy = PartitionCopy(self.key, store=store, device=device)
         self._group = group
         self._device = device
-        self._gather_name = f"gather of {layout.name}"
         self._transfer: Transfer = Completed()
         dtype = DTYPES[layout.dtype]
         self._placeholders = [parameter.placeholder(slot.own_shape, dtype, device.torch) for slot in layout.slots]
@@ -322,11 +321,6 @@ class Unit:
         numel = self.layout.partition_numel(self.placed.parts)
         start = self.rank_in_parts * numel
         return self.full[start : start + numel]
-
-    @property
-    def grad_key(self) -> Key:
-        """The key of its GRAD partition."""
-        return Key(Kind.GRAD, self.layout.index)
 
     @property
     def rank_in_parts(self) -> int:
@@ -548,7 +542,7 @@ class Unit:
         with trace.span(trace.WAIT, "copy to the device", self.key):
             after_copy = self._device.following(copied)
         with after_copy:
-            return all_gather(self.full, self.local_partition, self._group, self._gather_name)
+            return all_gather(self.full, self.local_partition, self._group, f"gather of {self.layout.name}")
 
 
 class _Elsewhere:
