@@ -28,7 +28,7 @@ PLOTS = ROOT / "docs" / "pictures" / "benchmarks"
 # In the order of the page, under their headings.
 CHAPTERS = {
     "Speed": (
-        "adam", "drive", "step", "training", "deepspeed", "pipeline_peers", "overlap", "hooks", "tensor_functions",
+        "adam", "drive", "step", "training", "deepspeed", "pipeline_peers", "overlap", "early_step", "hooks", "tensor_functions",
         "pipeline_executor", "units", "startup", "predict", "muon", "adamw8bit",
         "experts",
     ),
@@ -317,7 +317,7 @@ def _topic(name: str, topic: Topic) -> Iterator[str]:
     commit = f"commit {topic.commit}" if topic.commit else "commit not recorded"
     kind = ", transcribed" if topic.transcribed else ""
     files = ", ".join(f"`benchmarks/results/{file}`" for file in topic.files)
-    yield f"`{topic.command}`\n\n{topic.date}, {topic.machine}; {commit}{kind}; {files}\n"
+    yield f"`{topic.command}`\n\n{topic.date}, {topic.machine.removeprefix(f'{topic.date}, ')}; {commit}{kind}; {files}\n"
 
 
 def _table(columns: tuple[str, ...], rows: Any) -> str:
