@@ -28,9 +28,8 @@ PLOTS = ROOT / "docs" / "pictures" / "benchmarks"
 # In the order of the page, under their headings.
 CHAPTERS = {
     "Speed": (
-        "adam", "drive", "step", "training", "deepspeed", "pipeline_peers", "overlap", "early_step", "hooks", "tensor_functions",
-        "pipeline_executor", "units", "startup", "predict", "muon", "adamw8bit",
-        "experts",
+        "adam", "drive", "step", "training", "deepspeed", "pipeline_peers", "overlap", "early_step", "hooks",
+        "tensor_functions", "pipeline_executor", "units", "startup", "predict", "muon", "adamw8bit", "experts",
     ),
     "Memory": (
         "resident", "memory_cases", "memory_floor", "memory_phases", "activations", "activation_offload", "tiling",
@@ -317,7 +316,8 @@ def _topic(name: str, topic: Topic) -> Iterator[str]:
     commit = f"commit {topic.commit}" if topic.commit else "commit not recorded"
     kind = ", transcribed" if topic.transcribed else ""
     files = ", ".join(f"`benchmarks/results/{file}`" for file in topic.files)
-    yield f"`{topic.command}`\n\n{topic.date}, {topic.machine.removeprefix(f'{topic.date}, ')}; {commit}{kind}; {files}\n"
+    machine = topic.machine.removeprefix(f"{topic.date}, ")
+    yield f"`{topic.command}`\n\n{topic.date}, {machine}; {commit}{kind}; {files}\n"
 
 
 def _table(columns: tuple[str, ...], rows: Any) -> str:
