@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -181,6 +182,8 @@ def test_when_one_rank_fails_every_rank_raises_and_training_goes_on(rank_pools, 
 
 def test_retention_bounds_the_drive_and_descriptors(tmp_path):
     out = tmp_path / "out"
+    # What earlier tests have left open goes now.
+    gc.collect()
     with engine_of(tmp_path, param="nvme", optimizer="nvme", checkpoint={"keep_last": 3, "keep_every": 8}) as engine:
         counts, sizes = [], []
         for step in range(20):
