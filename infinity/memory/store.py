@@ -443,8 +443,7 @@ class TieredStore:
         by_size = sorted(partitions, key=lambda partition: -partition.spec.nbytes)
         try:
             for partition in by_size:
-                if partition.absent or partition.state is State.FAILED:
-                    self._bring(partition, fresh, by, prefix_nbytes, wait)
+                self._bring(partition, fresh, by, prefix_nbytes, wait)
         except TierMemoryError:
             # Earlier buffers may lie in the middle of the free space: start from an empty arena, once.
             self._clear(keys)
@@ -464,6 +463,8 @@ class TieredStore:
         """Make sure that a partition has its value, or a fetch under way, after waiting for transfers and, with `wait`,
         for other parties' leases where its arena is full.
         """
+        if not partition.absent and partition.state is not State.FAILED:
+            return
         if fresh and partition.state is State.FAILED:
             # Nothing of what is lost is wanted.
             self._residency.discard(partition)

@@ -32,8 +32,8 @@ def initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None, *, bu
     filled. With an accelerator each tier has a busiest moment of its own: the others only fill, and are full at the
     end.
 
-    built: the model is there. While it is being built, its largest parameter may be whole in memory, and there is no
-    engine yet that would hold any.
+    built: the model is there. While it is being built, its largest parameter may be whole in memory, and no engine has
+    buffers yet.
     """
     filling = _Filling(plan, model_dtype, model_nbytes_max, built)
     filling.note()
