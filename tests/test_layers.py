@@ -311,8 +311,6 @@ GIVEN = {
     # The user's own.
     "infinity.parallel.layers.FunctionLayer", "infinity.parallel.layers.PipelineModule",
     "infinity.integrations.deepspeed.timers.ThroughputTimer",
-    # Asked inside one block of its caller's, in front of each gather of a run's first forward.
-    "infinity.zero.coordinator.Coordinator",
 }  # fmt: skip
 
 

@@ -82,6 +82,35 @@ def agree_on_numbers(
     return [row[: len(values)] for row in rows]
 
 
+class Vetoed(InfinityError):
+    """Raised on all ranks by `Veto.ask` where one has objected; `said` is the number that it gave."""
+
+    def __init__(self, said: float) -> None:
+        super().__init__(f"a rank has objected: {said:g}")
+        self.said = said
+
+
+class Veto:
+    """What a rank has against going on, a number, for all to hear in front of their next collective: one that raised
+    by itself would leave the others waiting.
+    """
+
+    def __init__(self, group: AxisGroup, name: str) -> None:
+        self._group, self._name = group, name
+        self._mine: float | None = None
+
+    def object(self, said: float) -> None:
+        """This rank objects when it is asked next."""
+        self._mine = said
+
+    def ask(self, before: str) -> None:
+        """Vetoed, on all ranks, if one of them has objected. All ask in front of the same things. Collective."""
+        numbers = [float(self._mine is not None), self._mine or 0.0]
+        for objects, said in agree_on_numbers(numbers, self._group, f"{self._name} before {before}"):
+            if objects:
+                raise Vetoed(said)
+
+
 def _different(mine: Sequence[tuple[str, object]], group: AxisGroup) -> DesyncError:
     """Return the error for ranks whose values differ: it names the first of them, with every rank's. Collective."""
     everyone = exchange_values({name: repr(value) for name, value in mine}, group, "exchange of what differs")

@@ -28,7 +28,7 @@ import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from infinity.base.sizes import Share, format_bytes
 from infinity.config import ResolvedConfig
 from infinity.distributed.axis_group import AxisGroup
-from infinity.distributed.consistency import agree_on_numbers
+from infinity.distributed.consistency import Veto, Vetoed
 from infinity.engine import micro_batches
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory.ledger import Ledger
@@ -650,6 +650,7 @@ class FirstBatch:
         # All ranks come to the first forward, and to each gather in it.
         self._group = group if plan.policy.collective_forward and group.size > 1 else None
         self._first = True
+        # Of the latest forward in which ranks could object.
         self._raised_on_all: CapacityError | None = None
         # The largest batches that were looked at; one that `initialize` has measured is known.
         tokens = stated_batch(inputs.config, model) if inputs.reserve.activations.endswith("measured") else None
@@ -665,12 +666,30 @@ class FirstBatch:
 
     @contextmanager
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Around a forward. CapacityError if the activations of its batch do not fit."""
+        """Around a forward. CapacityError if the activations of its batch do not fit, in the first forward on all ranks
+        if those of one do not.
+        """
         shapes = shapes_of(args, kwargs)
         if not torch.is_grad_enabled() or any(_covers(seen, shapes) for seen in self._seen):
             yield
             return
-        group = self._group if self._first else None
+        veto = Veto(self._group, "room for activations") if self._first and self._group is not None else None
+        self._raised_on_all = None
+        try:
+            with self._measuring(args, kwargs, shapes, veto):
+                yield
+        except Vetoed as heard:
+            if self._raised_on_all is None:
+                self._raised_on_all = self._refused(Activations(int(heard.said), {}, "on another rank"))
+            raise self._raised_on_all from None
+        self._first = False
+        self._seen = [seen for seen in self._seen if not _covers(shapes, seen)] + [shapes]
+
+    @contextmanager
+    def _measuring(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Shapes, veto: Veto | None
+    ) -> Iterator[None]:
+        """Measure a forward on shapes before it runs, or count while it does."""
         # The operations of a compiled module cannot be seen.
         counts = not self._compiled.active
         found = None
@@ -681,48 +700,36 @@ class FirstBatch:
             )
         if found is not None or not counts:
             if found is not None:
-                self._judge(found, group)
+                self._judge(found, veto)
             yield
         else:
-            live = LiveBytes(self._model, self._inputs.checkpointed, partial(self._limit, shapes, group))
-            with live.counting(), self._agreeing(live, shapes, group):
+            live = LiveBytes(self._model, self._inputs.checkpointed, partial(self._limit, shapes, veto))
+            with live.counting(), self._coordinator.heeding(veto):
                 yield
-            self._judge(live.found(f"{_in_words(shapes)}, counted"), group)
-        self._first = False
-        self._seen = [seen for seen in self._seen if not _covers(shapes, seen)] + [shapes]
+            self._judge(live.found(f"{_in_words(shapes)}, counted"), veto)
 
-    def _limit(self, shapes: Shapes, group: AxisGroup | None, nbytes: int) -> None:
-        if group is None and self._room is not None and nbytes > self._room:
-            raise self._refused(_so_far(nbytes, shapes))
+    def _limit(self, shapes: Shapes, veto: Veto | None, nbytes: int) -> None:
+        if self._room is not None and nbytes > self._room:
+            self._object(Activations(nbytes, {}, f"{_in_words(shapes)}, before the end of forward"), veto)
 
-    def _agreeing(self, live: LiveBytes, shapes: Shapes, group: AxisGroup | None) -> AbstractContextManager[None]:
-        """With several ranks, ask in front of each gather whether one of them has no more room."""
-        if group is None:
-            return nullcontext()
-        return self._coordinator.asking(
-            lambda unit: self._agree(_so_far(live.nbytes, shapes), group, f"room for activations before {unit}")
-        )
-
-    def _agree(self, found: Activations, group: AxisGroup | None, name: str = "room for activations") -> None:
-        """CapacityError, on all ranks where there is a group, if one of them has no room for so much."""
-        exceeds = self._room is not None and sum(self._taken(found)) > self._room
-        if group is not None:
-            mine = [float(exceeds), float(found.nbytes)]
-            heard = agree_on_numbers(mine, group, name)
-            rows = [row for row in heard if row[0]]
-            if rows and not exceeds:
-                exceeds, found = True, replace(found, nbytes=int(rows[0][1]), source="on another rank")
-        if exceeds:
-            error = self._refused(found)
-            self._raised_on_all = None if group is None else error
-            raise error
+    def _object(self, found: Activations, veto: Veto | None) -> None:
+        """CapacityError for what has no room, at once or where the ranks ask each other."""
+        if self._room is None or sum(self._taken(found)) <= self._room or self._raised_on_all is not None:
+            return
+        refusal = self._refused(found)
+        if veto is None:
+            raise refusal
+        veto.object(found.nbytes)
+        self._raised_on_all = refusal
 
     def raised_on_all(self, error: BaseException) -> bool:
         """Whether all ranks raise this error, so that none of them waits for another."""
         return error is self._raised_on_all
 
-    def _judge(self, found: Activations, group: AxisGroup | None) -> None:
-        self._agree(found, group)
+    def _judge(self, found: Activations, veto: Veto | None) -> None:
+        self._object(found, veto)
+        if veto is not None:
+            veto.ask("the forecast")
         reserve = self._with(found)
         predicted = reserve.peak_nbytes(self._plan)
         if predicted >= self._ledger.predicted_nbytes:
@@ -761,7 +768,3 @@ def _in_words(shapes: Shapes) -> str:
     """The first tensor's shape: "8 x 128"."""
     largest = max(shapes, key=len, default=())
     return " x ".join(f"{each:,}" for each in largest) or "no tensors"
-
-
-def _so_far(nbytes: int, shapes: Shapes) -> Activations:
-    return Activations(nbytes, {}, f"{_in_words(shapes)}, before the end of forward")

@@ -23,7 +23,7 @@ dropped meanwhile and none is looked for.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 
@@ -32,7 +32,7 @@ from torch import nn
 
 from infinity.base import trace
 from infinity.distributed.axis_group import AxisGroup
-from infinity.distributed.consistency import on_any_rank
+from infinity.distributed.consistency import Veto, on_any_rank
 from infinity.errors import StateError
 from infinity.memory.resizable_buffer import SparePages
 from infinity.memory.store import TieredStore
@@ -290,7 +290,8 @@ class Coordinator:
         # Whether a whole step is one pass: see `pass_of_step`.
         self._overlapping = False
         self.closed = False
-        self._before_gather: Callable[[str], None] | None = None
+        # Asked in front of each gather: see `heeding`.
+        self._veto: Veto | None = None
 
     def unit_of(self, param: nn.Parameter) -> Unit:
         """The unit that has a parameter, which is not in tiles: those lie in several units."""
@@ -331,15 +332,13 @@ class Coordinator:
     # Forward.
 
     @contextmanager
-    def asking(self, before_gather: Callable[[str], None]) -> Iterator[None]:
-        """A block in which `before_gather` is called in front of each gather, with the unit's name, on all ranks alike.
-        It may raise.
-        """
-        self._before_gather = before_gather
+    def heeding(self, veto: Veto | None) -> Iterator[None]:
+        """A block in front of whose gathers each rank may object, so that all raise Vetoed there."""
+        self._veto = veto
         try:
             yield
         finally:
-            self._before_gather = None
+            self._veto = None
 
     def begin_pass(self, mode: str) -> None:
         """A forward of the whole model begins ("train" or "eval"). A training pass ends with its backward, or with its
@@ -534,8 +533,8 @@ class Coordinator:
         # A use inside another one is no event of the trace: how often a module is called inside one that has its
         # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
         if first or not unit.visible:
-            if self._before_gather is not None:
-                self._before_gather(unit.layout.name)
+            if self._veto is not None:
+                self._veto.ask(unit.layout.name)
             with trace.span(trace.ENGINE, "use", unit.key):
                 if unit.layout.routed:
                     self.prefetcher.bring_routed(unit, ahead)
