@@ -118,8 +118,8 @@ def test_a_refusal_names_all_that_it_has_added_up(monkeypatch):
     assert taken < left < 1.01 * (taken + gaps), "amounts are written in three digits"
 
 
-def refused_on_all(rank: int, world: int, case: str, free: int) -> tuple[str, float]:
-    """Rank 1 has no room for its batch: all ranks refuse, and go on with less."""
+def refused_on_all(rank: int, world: int, case: str, free: int) -> tuple[str, bool, float]:
+    """Rank 1 has no room for its batch: all ranks refuse, and go on with less. Says whether the last layer ran."""
     torch.manual_seed(0)
     make, batch = CASES[case]
     with pytest.MonkeyPatch.context() as patch:
@@ -127,19 +127,23 @@ def refused_on_all(rank: int, world: int, case: str, free: int) -> tuple[str, fl
         config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
         engine, *_ = infinity.initialize(model=make(), config=config)
     with engine:
-        try:
-            engine(*batch(800 if rank else 2))
-            text = ""
-        except CapacityError as error:
-            text = str(error)
-        return text, trained(engine, batch(2))
+        ran: list[object] = []
+        last = list(engine.module.modules())[-1]
+        with last.register_forward_hook(lambda *_: ran.append(last)):
+            try:
+                engine(*batch(800 if rank else 2))
+                text = ""
+            except CapacityError as error:
+                text = str(error)
+        return text, bool(ran), trained(engine, batch(2))
 
 
 @pytest.mark.parametrize(("case", "free"), [("mlp", 120 * MB), ("routed", 150 * MB)])
 def test_all_ranks_refuse_what_one_has_no_room_for(rank_pools: RankPools, case: str, free: int) -> None:
     """On shapes before the forward, and as it is counted in front of each gather."""
     answers = rank_pools[2].run(refused_on_all, case, free)
-    assert all("activations of this micro-batch" in text for text, _ in answers)
+    assert all("activations of this micro-batch" in text for text, _, _ in answers)
+    assert not any(reached for _, reached, _ in answers), "the refusal has come behind the last layer"
 
 
 def test_a_pass_on_shapes_leaves_nothing_behind():
