@@ -638,6 +638,10 @@ def shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
     return tuple(tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
 
 
+class SharedCapacityError(CapacityError):
+    """One that all ranks raise, so that none of them waits for another."""
+
+
 class FirstBatch:
     """Looks at the first micro-batch of a run, and at each that is larger than those before."""
 
@@ -650,8 +654,8 @@ class FirstBatch:
         # All ranks come to the first forward, and to each gather in it.
         self._group = group if plan.policy.collective_forward and group.size > 1 else None
         self._first = True
-        # Of the latest forward in which ranks could object.
-        self._raised_on_all: CapacityError | None = None
+        # Why this rank objects. Never raised itself: its traceback would keep what the forward has made.
+        self._objection: CapacityError | None = None
         # The largest batches that were looked at; one that `initialize` has measured is known.
         tokens = stated_batch(inputs.config, model) if inputs.reserve.activations.endswith("measured") else None
         self._seen = [] if tokens is None else [shapes_of((), tokens)]
@@ -674,14 +678,13 @@ class FirstBatch:
             yield
             return
         veto = Veto(self._group, "room for activations") if self._first and self._group is not None else None
-        self._raised_on_all = None
+        self._objection = None
         try:
             with self._measuring(args, kwargs, shapes, veto):
                 yield
         except Vetoed as heard:
-            if self._raised_on_all is None:
-                self._raised_on_all = self._refused(Activations(int(heard.said), {}, "on another rank"))
-            raise self._raised_on_all from None
+            refusal = self._objection or self._refused(Activations(int(heard.said), {}, "on another rank"))
+            raise SharedCapacityError(str(refusal)) from None
         self._first = False
         self._seen = [seen for seen in self._seen if not _covers(shapes, seen)] + [shapes]
 
@@ -714,17 +717,13 @@ class FirstBatch:
 
     def _object(self, found: Activations, veto: Veto | None) -> None:
         """CapacityError for what has no room, at once or where the ranks ask each other."""
-        if self._room is None or sum(self._taken(found)) <= self._room or self._raised_on_all is not None:
+        if self._room is None or sum(self._taken(found)) <= self._room or self._objection is not None:
             return
         refusal = self._refused(found)
         if veto is None:
             raise refusal
         veto.object(found.nbytes)
-        self._raised_on_all = refusal
-
-    def raised_on_all(self, error: BaseException) -> bool:
-        """Whether all ranks raise this error, so that none of them waits for another."""
-        return error is self._raised_on_all
+        self._objection = refusal
 
     def _judge(self, found: Activations, veto: Veto | None) -> None:
         self._object(found, veto)

@@ -13,7 +13,7 @@ from infinity.base import trace
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.groups import ProcessGroups
 from infinity.distributed.interrupts import HELD
-from infinity.engine.activation_forecast import FirstBatch
+from infinity.engine.activation_forecast import FirstBatch, SharedCapacityError
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import trim
@@ -117,7 +117,7 @@ class Runtime:
         try:
             yield
         except BaseException as error:
-            if not self.first_batch.raised_on_all(error):
+            if not isinstance(error, SharedCapacityError):
                 self.groups.failed(error)
             partial = name in ("backward", "pipeline") or (
                 name == "step" and self.gradients.begun and not health.broken

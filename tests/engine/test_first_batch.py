@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -118,8 +119,10 @@ def test_a_refusal_names_all_that_it_has_added_up(monkeypatch):
     assert taken < left < 1.01 * (taken + gaps), "amounts are written in three digits"
 
 
-def refused_on_all(rank: int, world: int, case: str, free: int) -> tuple[str, bool, float]:
-    """Rank 1 has no room for its batch: all ranks refuse, and go on with less. Says whether the last layer ran."""
+def refused_on_all(rank: int, world: int, case: str, free: int) -> tuple[str, bool, bool, float]:
+    """Rank 1 has no room for its batch: all ranks refuse, and go on with less. Says whether the last layer ran, and
+    whether something keeps the batch.
+    """
     torch.manual_seed(0)
     make, batch = CASES[case]
     with pytest.MonkeyPatch.context() as patch:
@@ -129,21 +132,25 @@ def refused_on_all(rank: int, world: int, case: str, free: int) -> tuple[str, bo
     with engine:
         ran: list[object] = []
         last = list(engine.module.modules())[-1]
+        refused = batch(800 if rank else 2)
+        kept = weakref.ref(refused[0])
         with last.register_forward_hook(lambda *_: ran.append(last)):
             try:
-                engine(*batch(800 if rank else 2))
+                engine(*refused)
                 text = ""
             except CapacityError as error:
                 text = str(error)
-        return text, bool(ran), trained(engine, batch(2))
+        del refused
+        return text, bool(ran), kept() is not None, trained(engine, batch(2))
 
 
 @pytest.mark.parametrize(("case", "free"), [("mlp", 120 * MB), ("routed", 150 * MB)])
 def test_all_ranks_refuse_what_one_has_no_room_for(rank_pools: RankPools, case: str, free: int) -> None:
     """On shapes before the forward, and as it is counted in front of each gather."""
     answers = rank_pools[2].run(refused_on_all, case, free)
-    assert all("activations of this micro-batch" in text for text, _, _ in answers)
-    assert not any(reached for _, reached, _ in answers), "the refusal has come behind the last layer"
+    assert all("activations of this micro-batch" in text for text, *_ in answers)
+    assert not any(reached for _, reached, *_ in answers), "the refusal has come behind the last layer"
+    assert not any(kept for _, _, kept, _ in answers), "an error that is gone keeps what its forward has made"
 
 
 def test_a_pass_on_shapes_leaves_nothing_behind():
