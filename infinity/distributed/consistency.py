@@ -91,8 +91,8 @@ class Vetoed(InfinityError):
 
 
 class Veto:
-    """What a rank has against going on, a number, for all to hear in front of their next collective: one that raised
-    by itself would leave the others waiting.
+    """Lets one rank stop all of them. If it raised by itself, the others would wait for it in their next collective;
+    so it objects, with a number for them, and all raise in front of that collective.
     """
 
     def __init__(self, group: AxisGroup, name: str) -> None:
@@ -104,7 +104,7 @@ class Veto:
         self._mine = said
 
     def ask(self, before: str) -> None:
-        """Vetoed, on all ranks, if one of them has objected. All ask in front of the same things. Collective."""
+        """Vetoed, on all ranks, if one of them has objected. `before`: what all are about to do. Collective."""
         numbers = [float(self._mine is not None), self._mine or 0.0]
         for objects, said in agree_on_numbers(numbers, self._group, f"{self._name} before {before}"):
             if objects:

@@ -639,7 +639,7 @@ def shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
 
 
 class SharedCapacityError(CapacityError):
-    """One that all ranks raise, so that none of them waits for another."""
+    """A CapacityError that all ranks raise, so that none of them waits for another."""
 
 
 class FirstBatch:
@@ -670,8 +670,8 @@ class FirstBatch:
 
     @contextmanager
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Around a forward. CapacityError if the activations of its batch do not fit, in the first forward on all ranks
-        if those of one do not.
+        """Around a forward. CapacityError if the activations of its batch do not fit; in the first forward all ranks
+        raise it if one of them has no room.
         """
         shapes = shapes_of(args, kwargs)
         if not torch.is_grad_enabled() or any(_covers(seen, shapes) for seen in self._seen):
@@ -716,8 +716,8 @@ class FirstBatch:
             self._object(Activations(nbytes, {}, f"{_in_words(shapes)}, before the end of forward"), veto)
 
     def _object(self, found: Activations, veto: Veto | None) -> None:
-        """CapacityError for what has no room, at once or where the ranks ask each other."""
-        if self._room is None or sum(self._taken(found)) <= self._room or self._objection is not None:
+        """CapacityError for what has no room: at once, or with a veto where the ranks ask each other next."""
+        if self._objection is not None or self._room is None or sum(self._taken(found)) <= self._room:
             return
         refusal = self._refused(found)
         if veto is None:

@@ -333,7 +333,7 @@ class Coordinator:
 
     @contextmanager
     def heeding(self, veto: Veto | None) -> Iterator[None]:
-        """A block in front of whose gathers each rank may object, so that all raise Vetoed there."""
+        """A block in which the ranks ask `veto`, if there is one, in front of each gather; Vetoed is raised there."""
         self._veto = veto
         try:
             yield
