@@ -18,7 +18,7 @@ from infinity.config.resolve import ResolvedConfig, changed, nested
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.inputs import PlanInputs, lowered_in_words
-from infinity.plan.plan import SUB_GROUPS_MAX, Plan, states_nbytes
+from infinity.plan.plan import Plan, states_nbytes, sub_group_numel_min
 from infinity.plan.spec import repeated_blocks
 from infinity.plan.types import DTYPE_NBYTES, Tier, memory_names
 
@@ -219,7 +219,7 @@ def _changes(config: ResolvedConfig, group_numel: int) -> list[dict[str, Any]]:
 
 def _group_numel(inputs: PlanInputs) -> int:
     """A small sub-group, yet not so small that a plan had too many."""
-    return max(1 << 18, inputs.numels[1] // inputs.topology.dp // SUB_GROUPS_MAX)
+    return max(1 << 18, sub_group_numel_min(inputs.numels[1] // inputs.topology.dp))
 
 
 def _proposals(config: ResolvedConfig, group_numel: int) -> Iterator[dict[str, Any]]:

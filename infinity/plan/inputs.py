@@ -32,7 +32,7 @@ from infinity.config.resolve import ResolvedConfig
 from infinity.errors import ConfigError
 from infinity.plan.capacity import Capacity
 from infinity.plan.filling import in_process, initial_nbytes
-from infinity.plan.plan import SPLIT_NUMEL_MIN, SUB_GROUPS_MAX, Plan, make_plan
+from infinity.plan.plan import SPLIT_NUMEL_MIN, Plan, make_plan, sub_group_numel_min
 from infinity.plan.request import OptimizerSpec, PlanRequest, optimizer_spec
 from infinity.plan.spec import (
     ModelSpec,
@@ -122,7 +122,7 @@ def _bounded(
 
 def _steps(request: PlanRequest, chosen: frozenset[str], plan: Plan) -> Iterator[PlanRequest]:
     """The request as it is, then with less and less in flight. plan: one of the same model."""
-    whole, least = request.sub_group_numel, sum(group.numel for group in plan.sub_groups) // SUB_GROUPS_MAX
+    whole, least = request.sub_group_numel, sub_group_numel_min(sum(group.numel for group in plan.sub_groups))
     for share in _SHARES:
         split = max(request.split_numel // share, min(request.split_numel, SPLIT_NUMEL_MIN))
         last = share == _SHARES[-1]

@@ -127,6 +127,13 @@ SPLIT_NUMEL_MIN = 1 << 16
 SHARES_MIN = 256
 # So many sub-groups are as good as more: a plan's own size, and the time that it takes, stay bounded.
 SUB_GROUPS_MAX = 4096
+# Larger ones save nothing, so that a model of any size needs the same window for its states.
+_SUB_GROUP_NUMEL_ENOUGH = 1 << 24
+
+
+def sub_group_numel_min(numel: int) -> int:
+    """Elements of the smallest sub-groups into which the `numel` that a rank steps are cut to save memory."""
+    return min(-(-numel // SUB_GROUPS_MAX), _SUB_GROUP_NUMEL_ENOUGH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,7 +553,7 @@ class _Draft:
         # What fills the plan with tiny sub-groups saves no memory that counts, and each costs a request to its drive.
         numel_max = max(request.sub_group_numel, min(SPLIT_NUMEL_MIN, numel // SUB_GROUPS_MAX))
         if request.optimizer_tier is None or request.optimizer_tier.on_drive or request.optimizer_share < 1:
-            numel_max = min(numel_max, max(request.split_numel, -(-numel // SUB_GROUPS_MAX)))
+            numel_max = min(numel_max, max(request.split_numel, sub_group_numel_min(numel)))
         if request.optimizer_share < 1:
             numel_max = min(numel_max, max(numel // SHARES_MIN, 1))
         whole = always_whole(layouts, request) if self._params_open else whole_units(layouts, request, dp, params)

@@ -282,6 +282,12 @@ def test_a_rank_has_a_bounded_number_of_sub_groups():
     assert len(small.sub_groups) == 8000, "the configuration's own bound is never exceeded"
 
 
+def test_what_waits_for_a_step_does_not_grow_with_the_model():
+    everything = replace(AUTO, param_tier=NVME, optimizer_tier=NVME, grad_tier=NVME)
+    plans = [make_plan(model([1_000_000_000] * units), Topology(), everything) for units in (80, 400)]
+    assert len({plan.pools for plan in plans}) == 1
+
+
 def test_a_choice_of_many_values_loses_less_than_one():
     chance = random.Random(3)
     for _ in range(50):
