@@ -240,7 +240,7 @@ class TimedArena:
             self._room -= spec.nbytes
             self._held[index] = spec, Job((Resource.WRITE, spec.home), 0.0, done=True)
         self._order.use(index)
-        self.write(index)
+        self.write(spec)
 
     def _make_room(self, nbytes: int, *, wait: bool) -> Process:
         """Give up buffers until there is room; without `wait`, only those that are free now."""
@@ -260,9 +260,13 @@ class TimedArena:
         """Give a claim back."""
         self._claimed.discard(index)
 
-    def write(self, index: int) -> Job:
+    def write(self, spec: PartitionSpec) -> Job:
         """Submit the write-back of a buffer and give its claim back."""
-        spec, _ = self._held[index]
+        index = spec.key.index
+        if index not in self._held:
+            # A gather beside the step gave the claim of both back; in the store each has a lease of its own.
+            self._room -= spec.nbytes
+            self._order.use(index)
         self.written_nbytes += spec.nbytes
         job = self._resources.submit(Resource.WRITE, spec.nbytes, spec.home)
         self._held[index] = spec, job

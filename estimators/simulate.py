@@ -169,9 +169,9 @@ class _Arenas:
         """Submit the write-back of what a sub-group's step has changed; of a unit's partition, with its last slice."""
         for piece in group.slices:
             self._grad_arena.release(piece.unit)
-        jobs = [self._state_arena.write(group.index)] if group.index in self._states else []
+        jobs = [self._state_arena.write(self._states[group.index])] if group.index in self._states else []
         ends = (piece.unit for piece in group.slices if self._plan.ends_partition(piece))
-        return jobs + [self._param_arena.write(unit) for unit in ends if unit in self._params]
+        return jobs + [self._param_arena.write(self._params[unit]) for unit in ends if unit in self._params]
 
     def record(self) -> Process:
         """Copy the values in memory to the drive, behind a step (`checkpoint.every_step`)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from estimators.resources import Resource, ResourceQueues
+from estimators.resources import Resource, ResourceQueues, TimedArena
 from estimators.step_time import Bound, predict
 from estimators.traffic import Link, traffic
 from infinity.plan.activations import OffloadedCheckpoints
@@ -303,6 +303,30 @@ def test_tiers_of_drives_work_side_by_side_each_at_its_own_rate():
     lanes.begin(iter([lanes.submit(Resource.READ, 1.0, slow)]))
     lanes.run(lambda: lanes.now >= 21.0)
     assert lanes.now == pytest.approx(21.0)
+
+
+def test_what_a_gather_gave_back_is_written_behind_the_step_that_still_holds_it():
+    """A search for 70 B parameters ended in a KeyError."""
+    plan = plan_of(param_tier=Tier.NVME, optimizer_tier=Tier.NVME)
+    held, other = [spec for spec in plan.partitions if spec.key.kind is Kind.PARAM][:2]
+    drive = [(Resource.READ, Tier.NVME), (Resource.WRITE, Tier.NVME)]
+    lanes = ResourceQueues(rates=dict.fromkeys(drive, 1e9), mixed_rates=dict.fromkeys(drive, 1e9))
+    arena = TimedArena(lanes, max(held.nbytes, other.nbytes))
+    done = []
+
+    def step():
+        yield from arena.fetch(held, wait=True)
+        arena.release(held.key.index)
+        yield from arena.fetch(other, wait=True)
+        assert held.key.index not in arena
+        yield arena.write(held)
+        arena.release(other.key.index)
+        done.append(held.key.index in arena)
+
+    lanes.begin(step())
+    lanes.run(lambda: bool(done))
+    assert done == [True]
+    assert (arena.read_nbytes, arena.written_nbytes) == (held.nbytes + other.nbytes, held.nbytes)
 
 
 def test_parties_that_all_wait_are_an_error():
